@@ -1,0 +1,43 @@
+"""streamkv: an async LLM serving engine that streams tokens to many clients at once.
+
+Public names are imported on first use, so that `import streamkv` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig, ServerConfig
+    from .engine.async_engine import AsyncEngine
+    from .engine.stream import TokenDelta, TokenStream
+    from .protocol import FinishReason, SamplingParams
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "AsyncEngine": "engine.async_engine",
+    "EngineConfig": "config",
+    "FinishReason": "protocol",
+    "SamplingParams": "protocol",
+    "ServerConfig": "config",
+    "TokenDelta": "engine.stream",
+    "TokenStream": "engine.stream",
+}
+
+__all__ = [
+    "AsyncEngine",
+    "EngineConfig",
+    "FinishReason",
+    "SamplingParams",
+    "ServerConfig",
+    "TokenDelta",
+    "TokenStream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)

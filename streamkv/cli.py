@@ -1,0 +1,190 @@
+"""The `streamkv` command: parses flags, builds everything, runs it. The one composition root.
+
+Heavy packages (torch, transformers) are imported by what a command builds, never here, so that
+`--help` answers at once. Errors meant for people are one line on stderr and exit code 1; wrong
+usage is exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from . import __version__
+from .config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from .errors import ConfigError, EngineDeadError, StreamkvError
+from .flags import add_flags, build_config
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from .engine.async_engine import AsyncEngine
+
+GRACEFUL_SHUTDOWN_S = 10  # running streams may finish; then they are cut
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+logger = logging.getLogger("streamkv")
+
+EXAMPLES = f"""\
+examples:
+  streamkv serve                        {DEFAULT_MODEL}, chat page at http://127.0.0.1:8000
+  streamkv serve ./my-llama --port 9000 a folder in Hugging Face format, or a .gguf file
+
+Every flag of serve can also be set as an environment variable: --max-num-seqs is
+STREAMKV_MAX_NUM_SEQS.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = build_parser()
+    parsed = vars(parser.parse_args(arguments))
+    if parsed.pop("command", None) is None:
+        parser.print_help()
+        return 2
+    try:
+        return serve(parsed)
+    except ConfigError as error:
+        return _fail(error, exit_code=2)
+    except StreamkvError as error:
+        return _fail(error, exit_code=1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; its options come from the config Structs' fields."""
+    parser = argparse.ArgumentParser(
+        prog="streamkv",
+        description="Serve a language model to many clients at once, token by token.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"streamkv {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    serve_parser = commands.add_parser(
+        "serve",
+        help="start the server: OpenAI API, WebSocket, chat page",
+        description="Start the server: the OpenAI API, its WebSocket and the chat page.",
+        argument_default=argparse.SUPPRESS,
+    )
+    serve_parser.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="the same as --model"
+    )
+    add_flags(serve_parser, EngineConfig)
+    add_flags(serve_parser, ServerConfig)
+    return parser
+
+
+def serve(parsed: dict[str, object]) -> int:
+    """Build engine and server from parsed flags and run them until a signal."""
+    positional = parsed.pop("positional_model", None)
+    if positional is not None and parsed.setdefault("model", positional) != positional:
+        raise ConfigError(f"expected one model, got {positional!r} and --model {parsed['model']!r}")
+    engine_config = build_config(EngineConfig, parsed, os.environ)
+    server_config = build_config(ServerConfig, parsed, os.environ)
+    logging.basicConfig(
+        level=server_config.log_level.upper(),
+        format="%(asctime)s %(levelname).1s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    _warn_if_open(server_config)
+    with _listen(server_config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(engine_config, server_config, listener))
+
+
+def _warn_if_open(config: ServerConfig) -> None:
+    if config.bind_host not in LOOPBACK_HOSTS and not config.api_key:
+        logger.warning(
+            "listening on %s without --api-key: anyone who reaches this port can use the model",
+            config.bind_host,
+        )
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """The bound socket; bound before anything loads, so that a taken port fails at once."""
+    family = socket.AF_INET6 if ":" in config.bind_host else socket.AF_INET
+    try:
+        return socket.create_server((config.bind_host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise StreamkvError(
+            f"can't listen on {config.bind_host}:{config.port}: {error.strerror or error}; "
+            "choose another --port or --host"
+        ) from None
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # no uvloop on Windows
+        return None
+    return uvloop.Loop
+
+
+async def _serve(
+    engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
+) -> int:
+    import uvicorn
+
+    from .engine.async_engine import AsyncEngine
+    from .server.app import create_app
+
+    engine = AsyncEngine(engine_config)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(engine, server_config),
+            http="httptools",
+            ws="websockets-sansio",
+            ws_max_size=server_config.max_body_bytes,
+            ws_per_message_deflate=False,  # 10 µs a token, for frames of a hundred bytes
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+        )
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logger.info("streamkv %s: %s", __version__, _url(server_config, listener))
+    loading = asyncio.create_task(_load(engine, server))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await engine.close()
+        await asyncio.wait([loading])
+    if error := loading.result():
+        raise error
+    return 0
+
+
+async def _load(engine: AsyncEngine, server: uvicorn.Server) -> StreamkvError | None:
+    """Wait for the model; if it can't be loaded, stop the server and return the reason."""
+    await engine.start()
+    try:
+        await engine.wait_ready()
+    except EngineDeadError:  # closed while loading
+        return None
+    except StreamkvError as error:
+        server.should_exit = True
+        return error
+    # What lives now lives as long as the process: keep the collector from walking it again.
+    gc.collect()
+    gc.freeze()
+    return None
+
+
+def _url(config: ServerConfig, listener: socket.socket) -> str:
+    host = f"[{config.bind_host}]" if ":" in config.bind_host else config.bind_host
+    return f"http://{host}:{listener.getsockname()[1]}"
+
+
+def _fail(error: StreamkvError, *, exit_code: int) -> int:
+    message = " ".join(str(error).split())
+    print(f"streamkv: {message}", file=sys.stderr)
+    return exit_code

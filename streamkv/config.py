@@ -1,0 +1,93 @@
+"""What the operator asked for: EngineConfig and ServerConfig, the one list of flags.
+
+Flags (`--max-num-seqs`), environment names (`STREAMKV_MAX_NUM_SEQS`), their help and the docs
+table all come from the fields below; nothing fills them in later. Facts about a checkpoint are
+`models.ModelConfig`, what follows from both is a plan (`runner.kv_cache.KVCachePlan`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The model and how to run it."""
+
+    model: Annotated[
+        str, Meta(description="alias, folder in Hugging Face format, or .gguf file")
+    ] = DEFAULT_MODEL
+    served_model_name: Annotated[
+        str, Meta(description="model id in the API (default: the string given as model)")
+    ] = ""
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        Meta(description="arithmetic and KV type; auto is bfloat16"),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="auto is cuda where there is one")
+    ] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="context length in tokens (0: the checkpoint's)")
+    ] = 0
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences that run at once")] = (
+        256
+    )
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=1, description="tokens computed in one step; longer prompts go in chunks")
+    ] = 512
+    max_num_queued_reqs: Annotated[
+        int, Meta(ge=1, description="waiting requests before new ones get 429")
+    ] = 4096
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of available memory that the KV cache may take")
+    ] = 0.9
+    num_gpu_blocks_override: Annotated[
+        int, Meta(ge=0, description="KV blocks, whatever the memory (0: planned)")
+    ] = 0
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="reuse the KV of equal prompt beginnings")
+    ] = True
+    async_scheduling: Annotated[
+        bool, Meta(description="send the next step while one runs (overlap depth 1)")
+    ] = True
+    ops: Annotated[
+        Literal["auto", "native", "reference"],
+        Meta(description="kernels: the C++ extension or plain torch; auto is native on a CPU"),
+    ] = "auto"
+
+    @property
+    def model_id(self) -> str:
+        """The name clients use."""
+        return self.served_model_name or self.model
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine is offered over the network."""
+
+    host: Annotated[str, Meta(description="address to listen on (default: 127.0.0.1)")] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="port; 0 picks a free one")] = 8000
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="key that clients must send; repeat for several")
+    ] = ()
+    cors_origin: Annotated[
+        tuple[str, ...],
+        Meta(description="web origin that may call the HTTP API; repeat for several; * for all"),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="foreign web origin that may open WebSockets; repeat for several"),
+    ] = ()
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, description="largest request body or WebSocket message")
+    ] = 16 * 1024 * 1024
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def bind_host(self) -> str:
+        return self.host or "127.0.0.1"

@@ -1,0 +1,262 @@
+"""What crosses the borders: requests going in, steps going to the device, results coming back.
+
+Everything here is frozen and made of numbers, strings and bytes, so that any message can be
+written to bytes (`encode_step`, `decode_step`) and the device side can live in another thread,
+process or host. Arrays cross as `bytes` of native-endian int32 or float32; the shape stands
+beside each field. Standard library and msgspec only.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from .errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 128
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # end token, stop token id or stop string
+    LENGTH = "length"  # max_tokens or the context length reached
+    ABORT = "abort"  # cancelled by the client or by shutdown
+    ERROR = "error"  # failed on the device
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens. Names and meanings are vLLM's and OpenAI's.
+
+    Raises InvalidRequestError naming the field when a value is out of range (NaN included).
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 = no limit
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # subtracted once from each token already in the output
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
+    repetition_penalty: float = (
+        1.0  # divides positive / multiplies negative logits, prompt + output
+    )
+    logit_bias: Mapping[int, float] = {}
+    seed: int | None = None
+    max_tokens: int | None = None  # None = as far as the context allows
+    min_tokens: int = 0  # end tokens and stop ids are masked before that many tokens
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None = off; 0 = the sampled token's only; k = top k besides
+
+    def __post_init__(self) -> None:
+        _require("n", self.n, 1, MAX_CHOICES)
+        _require("temperature", self.temperature, 0.0, 100.0)
+        _require("top_p", self.top_p, 0.0, 1.0, above=True)
+        _require("top_k", self.top_k, -1, 2**31 - 1)
+        _require("min_p", self.min_p, 0.0, 1.0)
+        _require("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        if self.seed is not None:
+            _require("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _require("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _require("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
+        if self.logprobs is not None:
+            _require("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for token_id, bias in self.logit_bias.items():
+            _require("logit_bias", token_id, 0, 2**31 - 1)
+            _require("logit_bias", bias, -100.0, 100.0)
+        for token_id in self.stop_token_ids:
+            _require("stop_token_ids", token_id, 0, 2**31 - 1)
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"stop: expected at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}",
+                param="stop",
+            )
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequestError("stop: expected non-empty strings", param="stop")
+
+
+def _require(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """Raise unless low <= value <= high (low < value with `above`); NaN always raises."""
+    number = not isinstance(value, bool) and isinstance(value, (int, float))
+    if not number or math.isnan(value) or not (low <= value <= high) or (above and value == low):
+        bracket = "(" if above else "["
+        raise InvalidRequestError(
+            f"{name}: expected a number in {bracket}{low}, {high}], got {value!r}", param=name
+        )
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One accepted prompt. Its `sampling.n` choices are one Sequence each."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int  # sampling.seed, or drawn at admission: randomness has no other state
+    max_tokens: int  # resolved: prompt + max_tokens fit in the context
+    arrival_s: float = 0.0  # the engine's monotonic clock
+    priority: int = 0  # lower runs first; ties by arrival
+    cache_salt: str = ""  # prefix blocks are shared only between equal salts
+
+
+# --- the device border -----------------------------------------------------------------------
+
+
+class Ask(enum.IntEnum):
+    """What a scheduled row wants from a step."""
+
+    NONE = 0  # compute KV only
+    SAMPLE = 1  # sample the token after the last position
+
+
+class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """SamplingParams as the device reads them: numbers only, fixed while the row lives."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0 = no limit
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int  # Philox key with `choice`; the counter is the sampled token's position
+    choice: int
+    min_tokens: int
+    num_logprobs: int  # -1 = off
+    min_tokens_stop_ids: bytes  # int32 [n]: masked while fewer than min_tokens were sampled
+    bias_ids: bytes  # int32 [m]
+    bias_values: bytes  # float32 [m]
+
+    @classmethod
+    def build(cls, request: Request, choice: int, eos_token_ids: Iterable[int]) -> RowSampling:
+        params = request.sampling
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids.update(eos_token_ids)
+        return cls(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            seed=request.seed,
+            choice=choice,
+            min_tokens=params.min_tokens,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            min_tokens_stop_ids=pack_ints(sorted(stop_ids) if params.min_tokens else ()),
+            bias_ids=pack_ints(params.logit_bias),
+            bias_values=array("f", params.logit_bias.values()).tobytes(),
+        )
+
+
+class RowAdded(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sequence takes a row: at admission, or when it resumes after preemption."""
+
+    row: int
+    num_prompt_tokens: int  # tokens after it are output (penalties, min_tokens count them)
+    token_ids: bytes  # int32 [num_tokens]: prompt and output so far
+    block_ids: bytes  # int32 [num_blocks]: its whole block table at this moment
+    sampling: RowSampling
+
+
+class StepInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One step, as changes: apply removed, then added, then appended, then run `scheduled`.
+
+    A row scheduled with (start, count) computes the KV of positions start .. start+count-1 from
+    its token ids; positions past what the host sent are tokens the device sampled itself. A row
+    that asks for a sample gets it at position start+count, and keeps it.
+    """
+
+    step_id: int
+    removed: bytes  # int32 [n]: rows whose sequence ended or was preempted
+    added: tuple[RowAdded, ...]
+    appended: bytes  # int32 [n, 2]: (row, block_id), appended to the row's table in this order
+    scheduled: bytes  # int32 [n, 4]: (row, start, count, Ask), batch order; count >= 1
+
+
+class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural-log probabilities under the model's own distribution (no penalty, temperature 1)."""
+
+    logprob: float  # of the sampled token
+    rank: int  # of the sampled token, 1 = most likely
+    top_ids: bytes  # int32 [k], most likely first
+    top_logprobs: bytes  # float32 [k]
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The result of the StepInput with the same step_id; steps finish in the order sent."""
+
+    step_id: int
+    sampled: bytes  # int32 [num_asking]: a token per row that asked, in `scheduled`'s order
+    logprobs: tuple[RowLogprobs | None, ...] = ()  # () or one per sampled token
+    error: str = ""  # not empty: nothing was sampled; the rows of this step are lost
+    duration_s: float = 0.0
+
+
+class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a runner tells the engine once it has loaded: facts and plan, for all to see."""
+
+    device: str  # "cpu", "cuda:0"
+    dtype: str  # "bfloat16" | "float32"
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int  # usable blocks; ids are 0 .. num_blocks-1
+    kv_bytes_per_token: int
+    weight_bytes: int
+    ops: str  # which implementation serves each op, one line
+
+
+class Runner(Protocol):
+    """The device side. Every method is called on the device thread."""
+
+    def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
+        """Load weights, plan and take KV memory. `progress(stage, fraction)`. ModelLoadError."""
+
+    def step(self, step: StepInput) -> StepOutput:
+        """Run one step. A failure is a StepOutput with `error`, never an exception."""
+
+    def close(self) -> None:
+        """Give back all memory."""
+
+
+def pack_ints(values: Iterable[int]) -> bytes:
+    """int32, native endian."""
+    return array("i", values).tobytes()
+
+
+def unpack_ints(data: bytes) -> array[int]:
+    """The inverse of `pack_ints`."""
+    values = array("i")
+    values.frombytes(data)
+    return values
+
+
+_step_encoder = msgspec.msgpack.Encoder()
+_step_decoder = msgspec.msgpack.Decoder(StepInput)
+
+
+def encode_step(step: StepInput) -> bytes:
+    """The step as one message."""
+    return _step_encoder.encode(step)
+
+
+def decode_step(data: bytes) -> StepInput:
+    """The inverse of `encode_step`."""
+    return _step_decoder.decode(data)

@@ -1,0 +1,82 @@
+"""Flags, environment names and their help come from the config fields and nothing else."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from streamkv.cli import build_parser, main
+from streamkv.config import EngineConfig, ServerConfig
+from streamkv.errors import ConfigError
+from streamkv.flags import add_flags, build_config, flags_of
+
+
+def parse(*arguments: str, environ: dict[str, str] | None = None) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig)
+    return build_config(EngineConfig, vars(parser.parse_args(arguments)), environ or {})
+
+
+def test_every_field_has_a_flag_and_the_flag_sets_it():
+    config = parse("--max-num-seqs", "8", "--gpu-memory-utilization", "0.5", "--dtype", "float32")
+    assert (config.max_num_seqs, config.gpu_memory_utilization, config.dtype) == (8, 0.5, "float32")
+    help_text = build_parser()._subparsers._group_actions[0].choices["serve"].format_help()
+    for flag in flags_of(EngineConfig) + flags_of(ServerConfig):
+        assert flag.name in help_text
+
+
+def test_a_flag_beats_the_environment_which_beats_the_default():
+    environ = {"STREAMKV_BLOCK_SIZE": "32", "STREAMKV_ENABLE_PREFIX_CACHING": "false"}
+    assert parse(environ=environ).block_size == 32
+    assert parse(environ=environ).enable_prefix_caching is False
+    assert parse("--block-size", "8", environ=environ).block_size == 8
+    assert parse("--enable-prefix-caching", environ=environ).enable_prefix_caching is True
+    assert parse().block_size == EngineConfig().block_size
+
+
+def test_repeated_flags_and_comma_separated_environment_make_lists():
+    parser = argparse.ArgumentParser()
+    add_flags(parser, ServerConfig)
+    given = vars(parser.parse_args(["--api-key", "a", "--api-key", "b"]))
+    assert build_config(ServerConfig, given, {}).api_key == ("a", "b")
+    assert build_config(ServerConfig, {}, {"STREAMKV_API_KEY": "a,b"}).api_key == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "named"),
+    [
+        (["--block-size", "0"], {}, "--block-size"),
+        (["--block-size", "many"], {}, "--block-size"),
+        (["--gpu-memory-utilization", "1.5"], {}, "--gpu-memory-utilization"),
+        ([], {"STREAMKV_MAX_NUM_SEQS": "-1"}, "STREAMKV_MAX_NUM_SEQS"),
+        ([], {"STREAMKV_ASYNC_SCHEDULING": "maybe"}, "STREAMKV_ASYNC_SCHEDULING"),
+        ([], {"STREAMKV_DTYPE": "int3"}, "STREAMKV_DTYPE"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_its_source(arguments, environ, named):
+    with pytest.raises(ConfigError, match=named):
+        parse(*arguments, environ=environ)
+
+
+def test_wrong_usage_exits_2_and_a_missing_model_exits_1_with_one_line(capsys, tmp_path):
+    assert main(["serve", "--port", "0", "--block-size", "0"]) == 2
+    assert main(["serve", "--port", "0", "one-model", "--model", "another"]) == 2
+    capsys.readouterr()
+    assert main(["serve", "--port", "0", str(tmp_path / "nothing.gguf")]) == 1
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith("streamkv: ") and "nothing.gguf" in last
+
+
+def test_help_imports_neither_torch_nor_transformers_nor_the_server():
+    probe = (
+        "import sys; sys.argv = ['streamkv', '--help']\n"
+        "from streamkv.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'starlette', 'uvicorn', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "streamkv serve" in done.stdout
