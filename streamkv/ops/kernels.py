@@ -6,7 +6,8 @@ batches or devices. Invariant: the fields after `detail` are exactly `ops.VOCABU
 
 Shapes: T tokens in the step, B rows, R rows that want logits, H hidden size, W = shape.qkv_width.
 x, weights, qkv and kv_cache share one dtype, float32 or bfloat16; index tensors are int32. Each
-element is computed in float32 and rounded to that dtype once. Tensors are contiguous, on one device.
+element is computed in float32 and rounded to that dtype once. Tensors are contiguous, on one
+device.
 
 kv_cache is [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]: a block holds
 all layers, so copying one is one byte range. Its memory is committed lazily and what was never

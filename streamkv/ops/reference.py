@@ -50,7 +50,7 @@ def rotary(qkv: Tensor, positions: Tensor, cos_sin: Tensor, shape: AttentionShap
 def store_kv(
     qkv: Tensor, kv_cache: Tensor, slots: Tensor, layer: int, shape: AttentionShape
 ) -> None:
-    """Each token's K and V heads to its slot: block slot // block_size, offset slot % block_size."""
+    """Each token's K and V heads to its slot: a block, and an offset in it."""
     block_size = kv_cache.shape[4]
     heads = qkv.view(len(qkv), -1, shape.head_dim)
     # [T, 2, num_kv_heads, head_dim]

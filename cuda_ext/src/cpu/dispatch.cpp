@@ -1,0 +1,86 @@
+// Which instruction sets this CPU runs, and which table of kernels is in use.
+//
+// Compiled for the oldest CPU. The tables are constant data: naming one executes none of its code.
+#include <string.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "streamkv/cpu_kernels.h"
+
+namespace streamkv {
+
+#if defined(__x86_64__)
+extern const CpuKernels kKernels_baseline, kKernels_avx2, kKernels_avx512;
+#else
+extern const CpuKernels kKernels_baseline;
+#endif
+
+namespace {
+
+struct Candidate {
+  const CpuKernels* kernels;
+  bool runs_here;
+};
+
+constexpr int kMaxCandidates = 3;
+
+// Best first. __builtin_cpu_supports also knows whether the OS saves the registers.
+int list_candidates(Candidate out[kMaxCandidates]) {
+  int count = 0;
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  out[count++] = {&kKernels_avx512, avx512};
+  out[count++] = {&kKernels_avx2, avx2};
+  out[count++] = {&kKernels_baseline, __builtin_cpu_supports("sse4.2") != 0};
+#else
+  out[count++] = {&kKernels_baseline, true};
+#endif
+  return count;
+}
+
+std::atomic<const CpuKernels*> chosen{nullptr};
+
+}  // namespace
+
+int num_available_isas() {
+  Candidate candidates[kMaxCandidates];
+  int available = 0;
+  for (int i = 0, count = list_candidates(candidates); i < count; ++i)
+    available += candidates[i].runs_here;
+  return available;
+}
+
+const char* available_isa(int index) {
+  Candidate candidates[kMaxCandidates];
+  for (int i = 0, count = list_candidates(candidates); i < count; ++i)
+    if (candidates[i].runs_here && index-- == 0) return candidates[i].kernels->isa;
+  throw std::runtime_error("the CPU kernels need SSE4.2, which this CPU does not have");
+}
+
+void set_cpu_isa(const char* name) {
+  Candidate candidates[kMaxCandidates];
+  std::string names;
+  for (int i = 0, count = list_candidates(candidates); i < count; ++i) {
+    if (!candidates[i].runs_here) continue;
+    if (strcmp(candidates[i].kernels->isa, name) == 0) {
+      chosen.store(candidates[i].kernels);
+      return;
+    }
+    names += names.empty() ? "" : ", ";
+    names += candidates[i].kernels->isa;
+  }
+  throw std::invalid_argument("expected an instruction set that this CPU runs (" + names +
+                              "), got '" + name + "'");
+}
+
+const CpuKernels& cpu_kernels() {
+  if (chosen.load(std::memory_order_acquire) == nullptr) set_cpu_isa(available_isa(0));
+  return *chosen.load(std::memory_order_acquire);
+}
+
+}  // namespace streamkv

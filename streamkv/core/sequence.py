@@ -1,0 +1,113 @@
+"""Sequence: one choice of one request, from its prompt to its last token.
+
+Owns the token ids and the counters from which everything else about a sequence is derived. Must
+not know the device, text or other sequences. Only the scheduler (and its KVManager, for the
+block table) changes a Sequence; all others read.
+
+    0         num_computed_tokens   len(token_ids)        num_tokens
+    |  scheduled  |   to compute   |  pending: sampled, not committed  |
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ..protocol import FinishReason, Request
+from .integrity import IntegrityError
+from .prefix_tree import PrefixNode
+
+NO_ROW = -1
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = enum.auto()  # for admission, or to resume after preemption
+    RUNNING = enum.auto()  # has a row
+    FINISHED = enum.auto()  # finish_reason says why
+
+
+class Sequence:
+    """State of one choice. Identity is equality."""
+
+    __slots__ = (
+        "block_table",
+        "choice",
+        "end_token_ids",
+        "finish_reason",
+        "last_step_id",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pending_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "order",
+        "prefix_node",
+        "request",
+        "row",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self, request: Request, choice: int, *, arrival: int, end_token_ids: frozenset[int]
+    ) -> None:
+        self.request = request
+        self.choice = choice
+        self.order = (request.priority, arrival)  # of service: lower first, unique
+        self.end_token_ids = end_token_ids  # sampling one of them ends the sequence
+        self.token_ids = list(request.prompt_token_ids)  # prompt and committed output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + request.max_tokens
+        self.num_computed_tokens = 0  # KV written or in flight; 0 without blocks
+        self.num_pending_tokens = 0  # sampled on the device, not committed
+        self.num_cached_tokens = 0  # prefix hit at the first admission
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.prefix_node: PrefixNode | None = None  # deepest one found or published
+        self.row = NO_ROW
+        self.last_step_id = -1  # the latest step that names it
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None  # the stop token id, if one of the request's ended it
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.request_id, self.choice
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, the pending ones included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed output."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens to schedule: all but those scheduled, and never the last one of the answer."""
+        num_tokens = len(self.token_ids) + self.num_pending_tokens
+        if num_tokens == self.max_num_tokens:
+            num_tokens -= 1
+        return num_tokens - self.num_computed_tokens
+
+    def __repr__(self) -> str:
+        request_id, choice = self.key
+        return (
+            f"<Sequence {request_id}/{choice} {self.status.name} row={self.row} "
+            f"tokens={self.num_prompt_tokens}+{self.num_output_tokens}+{self.num_pending_tokens} "
+            f"computed={self.num_computed_tokens} blocks={len(self.block_table)}>"
+        )
+
+
+def check_queue(queue: list[Sequence], status: SequenceStatus) -> None:
+    """I3: a queue is sorted by order, and all in it have its status."""
+    orders = [sequence.order for sequence in queue]
+    if orders != sorted(set(orders)) or any(s.status is not status for s in queue):
+        raise IntegrityError("I3", f"the {status.name} queue is not in order: {queue}")

@@ -1,0 +1,103 @@
+"""StepPlan: one step while it is put together, and what is remembered of it until its commit.
+
+Owns the lists that become a StepInput. Must not know why anything was decided. Invariant: what it
+appends for a row lies beyond that row's table as the device has it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..protocol import Ask, RowAdded, RowSampling, StepInput, pack_ints
+from .integrity import IntegrityError
+from .sequence import Sequence
+
+_NONE, _SAMPLE = int(Ask.NONE), int(Ask.SAMPLE)  # plain ints pack faster
+
+
+class SchedulerOutput(NamedTuple):
+    """A step, and what was decided for it."""
+
+    step: StepInput
+    scheduled: list[tuple[Sequence, int, int]]  # (sequence, start, count) in batch order
+    admitted: list[Sequence]  # took a row: new ones and those that resume
+    preempted: list[Sequence]
+
+
+class StepPlan:
+    """Tokens, rows and blocks of one step."""
+
+    __slots__ = (
+        "_added",
+        "_appended",
+        "_rows",
+        "admitted",
+        "asks",
+        "budget",
+        "preempted",
+        "scheduled",
+        "step_id",
+    )
+
+    def __init__(self, step_id: int, budget: int) -> None:
+        self.step_id = step_id
+        self.budget = budget  # tokens left
+        self.scheduled: list[tuple[Sequence, int, int]] = []
+        self.asks: list[bool] = []  # for a sample, per scheduled sequence
+        self.admitted: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self._rows: list[int] = []  # (row, start, count, Ask) each, flat
+        self._appended: list[int] = []  # (row, block_id) each, flat
+        self._added: list[RowAdded] = []
+
+    def append_blocks(self, row: int, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self._appended += (row, block_id)
+
+    def add_row(self, sequence: Sequence, sampling: RowSampling) -> None:
+        """The sequence took a row; its table is complete for this step."""
+        self.admitted.append(sequence)
+        self._added.append(
+            RowAdded(
+                row=sequence.row,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                token_ids=pack_ints(sequence.token_ids),
+                block_ids=pack_ints(sequence.block_table),
+                sampling=sampling,
+            )
+        )
+
+    def schedule_tokens(self, sequence: Sequence, count: int) -> None:
+        """Compute its next `count` tokens; it asks for a sample once it has caught up."""
+        start = sequence.num_computed_tokens
+        end = start + count
+        asks = end == len(sequence.token_ids) + sequence.num_pending_tokens
+        if asks:
+            sequence.num_pending_tokens += 1
+        sequence.num_computed_tokens = end
+        sequence.last_step_id = self.step_id
+        self.budget -= count
+        self.scheduled.append((sequence, start, count))
+        self.asks.append(asks)
+        self._rows += (sequence.row, start, count, _SAMPLE if asks else _NONE)
+
+    def build(self, removed_rows: list[int]) -> SchedulerOutput:
+        step = StepInput(
+            step_id=self.step_id,
+            removed=pack_ints(removed_rows),
+            added=tuple(self._added),
+            appended=pack_ints(self._appended),
+            scheduled=pack_ints(self._rows),
+        )
+        return SchedulerOutput(step, self.scheduled, self.admitted, self.preempted)
+
+    def check_integrity(self, max_num_tokens: int, max_num_rows: int) -> None:
+        """I4: the step is neither empty nor too big."""
+        counts = [count for _, _, count in self.scheduled]
+        if (
+            not 1 <= len(counts) <= max_num_rows
+            or min(counts) < 1
+            or sum(counts) > max_num_tokens
+            or len({sequence.order for sequence, _, _ in self.scheduled}) != len(counts)
+        ):
+            raise IntegrityError("I4", f"step {self.step_id} has {self.scheduled}")

@@ -1,0 +1,376 @@
+"""AsyncEngine: a language model behind an asyncio interface, to embed or to serve.
+
+Owns the life of the engine (loading, ready, failed, closed), its device thread and its loops, one
+by model id. It must not know HTTP, nor what is inside a runner. It belongs to the event loop that
+started it; it installs no signal handler, starts no process and changes no process-wide setting.
+
+Invariant: `start` and `generate` never block; whatever state the engine is in, `close` ends every
+stream, joins the thread and frees the model's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from ..config import EngineConfig
+from ..core.scheduler import Scheduler
+from ..errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    OverloadedError,
+    StreamkvError,
+    UnknownModelError,
+)
+from ..protocol import Runner, RunnerInfo, SamplingParams, StepOutput
+from ..text.tokenizer import Tokenizer
+from .admission import build_request, check_prompt, check_unicode
+from .device_thread import DeviceThread
+from .engine_loop import EngineLoop, EngineStats
+from .loading import build_model
+from .mailbox import Mailbox
+from .stream import Admission, TokenStream
+
+__all__ = ["AsyncEngine", "EngineStats", "EngineStatus"]
+
+logger = logging.getLogger(__name__)
+
+LONG_TEXT_CHARS = 8192  # tokenizing more than this would hold up the loop: a thread does it
+MAX_RETRY_AFTER_S = 60
+
+
+class EngineStatus(enum.StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"  # it could not load, or it died
+    CLOSED = "closed"
+
+
+class AsyncEngine:
+    """Generates text with one model for many readers at once.
+
+    async with AsyncEngine("smollm2-135m-instruct") as engine:
+        async with engine.generate("Once upon a time") as stream:
+            async for delta in stream:
+                print(delta.text, end="")
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | str | None = None,
+        *,
+        runner: Runner | None = None,
+        tokenizer: Tokenizer | None = None,
+        **overrides: Any,
+    ) -> None:
+        """`overrides` are fields of EngineConfig. A runner or tokenizer that is given is used
+        instead of the model's own. ConfigError."""
+        self.config = _resolve_config(config, overrides)
+        self.created_s = int(time.time())
+        self.model_ids: tuple[str, ...] = (self.config.model_id,)
+        self._status = EngineStatus.LOADING
+        self._error: BaseException | None = None  # why the status is FAILED
+        self._given_runner = runner
+        self._tokenizer = tokenizer
+        self._info: RunnerInfo | None = None
+        self._device: DeviceThread | None = None
+        self._loops: dict[str, EngineLoop] = {}
+        self._settled = asyncio.Event()  # set once the status is not LOADING
+        self._last_stats = EngineStats()
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to load, and return at once. `wait_ready` waits for the end of it."""
+        if self._status is EngineStatus.CLOSED or self._device is not None:
+            raise RuntimeError("an AsyncEngine is started once: make a new one")
+        self._device = DeviceThread(
+            self._build_runner, self._on_output, name=f"streamkv-device-{self.model_ids[0]}"
+        )
+        self._device.loaded.add_done_callback(self._on_loaded)
+
+    async def wait_ready(self) -> None:
+        """Until the engine is ready. Raises what kept it from loading, or EngineDeadError."""
+        if self._device is None and self._status is EngineStatus.LOADING:
+            raise RuntimeError("expected start() before wait_ready()")
+        await self._settled.wait()
+        if self._status is EngineStatus.FAILED and self._error is not None:
+            raise self._error
+        self._check_ready()
+
+    async def close(self) -> None:
+        """End every stream with ABORT, join the device thread, free the memory. Idempotent."""
+        self._set_status(EngineStatus.CLOSED)
+        for loop in self._loops.values():
+            loop.stop()
+            self._last_stats = loop.stats()
+        self._loops.clear()
+        if self._device is not None:
+            await self._device.close()
+        self._device = self._given_runner = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        try:
+            await self.wait_ready()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # --- facts -------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> EngineStatus:
+        return self._status
+
+    @property
+    def status_detail(self) -> str:
+        """The status in words: what is being loaded and how far, or what went wrong."""
+        if self._status is EngineStatus.FAILED:
+            return str(self._error)
+        if self._status is EngineStatus.LOADING:
+            return str(self._device.progress) if self._device is not None else "not started"
+        return str(self._status)
+
+    @property
+    def info(self) -> RunnerInfo:
+        """Facts and plan of the loaded model. EngineNotReadyError before."""
+        if self._info is None:
+            raise self._not_ready()
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. EngineNotReadyError before it is loaded."""
+        if self._tokenizer is None:
+            raise self._not_ready()
+        return self._tokenizer
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges; zeros while loading, the last ones after the end."""
+        for loop in self._loops.values():
+            return loop.stats()
+        return self._last_stats
+
+    # --- requests ----------------------------------------------------------------------------
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; a long one is tokenized in a thread. InvalidRequestError."""
+        check_unicode(text)
+        encode = functools.partial(
+            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+        return await asyncio.to_thread(encode) if len(text) > LONG_TEXT_CHARS else encode()
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's chat template. InvalidRequestError."""
+        text = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+        return await self.encode(text, add_special_tokens=False)  # the template has them
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> TokenStream:
+        """A stream to enter with `async with`; nothing happens before, not even the checks.
+
+        `model` is one of `model_ids` (empty: the first). `priority`: lower runs first. Prefix
+        blocks are shared only between equal `cache_salt`s.
+        """
+        return TokenStream(
+            request_id=request_id or f"req-{secrets.token_hex(12)}",
+            model=model or self.model_ids[0],
+            prompt=prompt,
+            sampling=sampling or SamplingParams(),
+            priority=priority,
+            cache_salt=cache_salt,
+            admit=self._admit,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with ABORT deltas; nothing happens if there is none of that id."""
+        for loop in self._loops.values():
+            loop.abort(request_id)
+
+    async def _admit(self, stream: TokenStream) -> Admission:
+        """Check a request and take it in; errors name what was wrong."""
+        self._loop_of(stream.model)
+        prompt = check_prompt(stream.prompt)
+        if isinstance(prompt, str):
+            prompt = tuple(await self.encode(prompt))
+        loop = self._loop_of(stream.model)  # it may have ended while a thread was tokenizing
+        request = build_request(
+            prompt,
+            stream.sampling,
+            self.info,
+            request_id=stream.request_id,
+            model=stream.model,
+            arrival_s=stream.arrival_s or 0.0,
+            priority=stream.priority,
+            cache_salt=stream.cache_salt,
+        )
+        loop.scheduler.check_admissible(request)
+        self._check_queue(loop, request.sampling.n)
+        if request.request_id in loop:
+            raise InvalidRequestError(
+                f"request_id: expected one that is not in use, got {request.request_id!r}",
+                param="request_id",
+            )
+        mailbox = Mailbox(request.sampling, self.tokenizer)
+        loop.add(request, mailbox)
+        abort = functools.partial(loop.abort, request.request_id)
+        if stream.cancelled:
+            abort()
+        return Admission(prompt, mailbox, abort)
+
+    def _loop_of(self, model: str) -> EngineLoop:
+        self._check_ready()
+        if model not in self._loops:
+            known = ", ".join(self.model_ids)
+            raise UnknownModelError(f"model: expected one of {known}, got {model!r}")
+        return self._loops[model]
+
+    def _check_ready(self) -> None:
+        if self._status is not EngineStatus.READY:
+            raise self._not_ready()
+
+    def _not_ready(self) -> StreamkvError:
+        if self._status is EngineStatus.LOADING:
+            return EngineNotReadyError(
+                f"the model is loading ({self.status_detail}): try again in a few seconds"
+            )
+        return EngineDeadError(f"the engine serves nobody any more: {self.status_detail}")
+
+    def _check_queue(self, loop: EngineLoop, num_choices: int) -> None:
+        """Refuse what would make the queue longer than its limit. An empty queue takes anything,
+        so that a request with many choices is not refused for ever."""
+        limit = self.config.max_num_queued_reqs
+        if loop.scheduler.num_waiting + num_choices <= limit:
+            return
+        num_waiting = loop.start_waiting()
+        if num_waiting and num_waiting + num_choices > limit:
+            # A guess, for want of a better one: a full set of rows is served in a second.
+            rounds = math.ceil(num_waiting / self.config.max_num_seqs)
+            raise OverloadedError(
+                f"the queue is full: {num_waiting} are waiting, at most {limit} may; try again",
+                retry_after_s=min(rounds, MAX_RETRY_AFTER_S),
+            )
+
+    # --- from the device ---------------------------------------------------------------------
+
+    def _build_runner(self, progress: Callable[[str, float], None]) -> Runner:
+        """On the device thread. Nobody reads `_tokenizer` before `loaded` is set."""
+        model = build_model(self.config, self._given_runner, self._tokenizer, progress)
+        self._tokenizer = model.tokenizer
+        return model.runner
+
+    def _on_loaded(self, loaded: asyncio.Future[RunnerInfo]) -> None:
+        error = loaded.exception()
+        if self._status is not EngineStatus.LOADING:
+            return
+        if error is not None:
+            self._fail(error)
+            return
+        try:
+            self._start_loop(loaded.result())
+        except Exception as exc:
+            logger.exception("starting the engine loop failed")
+            self._fail(exc)
+
+    def _start_loop(self, info: RunnerInfo) -> None:
+        assert self._device is not None, "loaded without a device thread"
+        scheduler = Scheduler(
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
+        self._loops[self.model_ids[0]] = EngineLoop(
+            scheduler,
+            self._device.submit,
+            self._fail,
+            depth=1 if self.config.async_scheduling else 0,
+            num_blocks=info.num_blocks,
+        )
+        self._info = info
+        self._set_status(EngineStatus.READY)
+        logger.info(
+            "%s is ready on %s: %s, %d KV blocks of %d tokens (%d tokens), context %d, ops: %s",
+            self.model_ids[0],
+            info.device,
+            info.dtype,
+            info.num_blocks,
+            info.block_size,
+            info.num_blocks * info.block_size,
+            info.max_model_len,
+            info.ops,
+        )
+
+    def _on_output(self, output: StepOutput) -> None:
+        for loop in self._loops.values():
+            loop.on_output(output)
+
+    def _fail(self, error: BaseException) -> None:
+        """The end, by itself: nothing is served any more, and the device's memory is given back."""
+        self._error = error
+        self._set_status(EngineStatus.FAILED)
+        if self._device is not None:
+            self._device.stop()
+
+    def _set_status(self, status: EngineStatus) -> None:
+        self._status = status
+        if status is not EngineStatus.LOADING:
+            self._settled.set()
+
+
+def _resolve_config(
+    config: EngineConfig | str | None, overrides: Mapping[str, Any]
+) -> EngineConfig:
+    """The configuration with the overrides applied and every range checked. ConfigError."""
+    if isinstance(config, str):
+        config = EngineConfig(model=config)
+    fields = msgspec.to_builtins(config or EngineConfig())
+    for name in overrides:
+        if name not in fields:
+            raise ConfigError(f"expected a field of EngineConfig ({', '.join(fields)}), got {name}")
+    try:
+        return msgspec.convert(fields | dict(overrides), EngineConfig)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"EngineConfig: {exc}") from None

@@ -1,0 +1,282 @@
+"""One model's loop between its scheduler, its device and the readers of its streams.
+
+Owns the Scheduler and the Mailbox of every request that has not ended. It must not know sockets,
+prompts as text, or what the device is. Everything here runs on the event-loop thread, in plain
+callbacks: there is no task that a caller could cancel by accident, no lock, and while nothing is to
+be done, no wake-up.
+
+A turn takes in what has happened, feeds the device first and tells the readers after:
+
+    on_output ─► commit ─► schedule, submit ─► text, stop strings, mailboxes ─► (idle?) integrity
+    add, abort ──────────────▲ (change the scheduler at once; one turn per loop iteration)
+
+Invariants: at most depth + 1 steps are in flight; whenever there is something to run and room for
+a step, a step is in flight or a turn is due, so nothing waits for ever; every request that was
+added gets its terminal deltas or one error. The scheduler's integrity is checked when the last
+request has ended, so that books that are wrong end the engine instead of changing somebody's
+answer; at most every CHECK_INTERVAL_S, for the check takes 0.4 us a block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from ..core.scheduler import Scheduler, TokenEvent
+from ..core.sequence import Sequence
+from ..errors import EngineDeadError, GenerationError
+from ..protocol import FinishReason, Request, StepInput, StepOutput
+from .mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3  # in a row; then the device is taken for broken
+CHECK_INTERVAL_S = 10.0
+
+
+class Entry(NamedTuple):
+    """A request that has not ended."""
+
+    request: Request
+    sequences: list[Sequence]
+    mailbox: Mailbox
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since start and gauges of this moment. Requests are counted by choice."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage_perc: float = 0.0  # 0..1: share of the blocks held by sequences
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    num_preemptions_total: int = 0
+    prefix_cache_queries_total: int = 0  # tokens looked up
+    prefix_cache_hits_total: int = 0  # tokens found
+    request_success_total: dict[str, int] = {}  # by finish reason
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+
+
+class EngineLoop:
+    """Feeds one device and fans its output out. Event-loop thread only."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        submit: Callable[[StepInput], None],
+        on_dead: Callable[[EngineDeadError], None],
+        *,
+        depth: int,
+        num_blocks: int,
+    ) -> None:
+        """`depth` steps may wait behind the running one; `on_dead` is called once, if ever."""
+        self.scheduler = scheduler
+        self._num_blocks = num_blocks
+        self._prompt_tokens_total = 0
+        self._generation_tokens_total = 0
+        self._ended_total = dict.fromkeys(FinishReason, 0)  # choices
+        self._submit = submit
+        self._on_dead = on_dead
+        self._depth = depth
+        self._loop = asyncio.get_running_loop()
+        self._entries: dict[str, Entry] = {}
+        self._turn_due = False
+        self._num_failed_steps = 0
+        self._last_check_s = -CHECK_INTERVAL_S
+        self._stopped = False
+
+    # --- commands --------------------------------------------------------------------------
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def add(self, request: Request, mailbox: Mailbox) -> None:
+        """Take a checked request in; it is scheduled in the next turn. EngineDeadError."""
+        if self._stopped:
+            raise EngineDeadError("the engine has stopped: start a new one")
+        self._prompt_tokens_total += len(request.prompt_token_ids)
+        sequences = self.scheduler.add(request)
+        self._entries[request.request_id] = Entry(request, sequences, mailbox)
+        self._wake()
+
+    def abort(self, request_id: str) -> None:
+        """End a request with ABORT deltas; nothing happens if it is not known."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._release(entry, FinishReason.ABORT)
+            entry.mailbox.finish(FinishReason.ABORT)
+            self._forget(entry)
+
+    def start_waiting(self) -> int:
+        """Start what can start now; return how many choices still wait for a place."""
+        if self._turn_due:
+            self._turn()
+        return self.scheduler.num_waiting
+
+    def stop(self) -> None:
+        """End every request with ABORT; no step is sent, no output taken any more. Idempotent."""
+        self._stopped = True
+        for entry in self._entries.values():
+            self._count_unfinished(entry, FinishReason.ABORT)
+            entry.mailbox.finish(FinishReason.ABORT)
+        self._entries.clear()
+
+    def stats(self) -> EngineStats:
+        """Counters, and gauges of this moment; the gauges are zero once it has stopped."""
+        scheduler = self.scheduler
+        counters = EngineStats(
+            prompt_tokens_total=self._prompt_tokens_total,
+            generation_tokens_total=self._generation_tokens_total,
+            num_preemptions_total=scheduler.num_preemptions,
+            prefix_cache_queries_total=scheduler.num_prefix_queries_tokens,
+            prefix_cache_hits_total=scheduler.num_prefix_hit_tokens,
+            request_success_total={str(key): value for key, value in self._ended_total.items()},
+        )
+        if self._stopped:
+            return counters
+        return msgspec.structs.replace(
+            counters,
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.num_waiting,
+            kv_cache_usage_perc=scheduler.num_held_blocks / self._num_blocks,
+            num_blocks=self._num_blocks,
+            num_free_blocks=scheduler.num_free_blocks,
+        )
+
+    # --- the turn --------------------------------------------------------------------------
+
+    def on_output(self, output: StepOutput) -> None:
+        """A step has ended: commit it, keep the device fed, then hand out the tokens."""
+        if not self._stopped:
+            self._turn(output)
+
+    def _wake(self) -> None:
+        """Have a turn in this loop iteration: whatever else arrives in it shares the step."""
+        if not self._turn_due and not self._stopped:
+            self._turn_due = True
+            self._loop.call_soon(self._wake_turn)
+
+    def _wake_turn(self) -> None:
+        self._turn_due = False
+        self._turn()
+
+    def _turn(self, output: StepOutput | None = None) -> None:
+        if self._stopped:
+            return
+        try:
+            events = [] if output is None else self._commit(output)
+            self._feed()
+            self._fan_out(events, output.error if output is not None else "")
+            self._settle()
+        except Exception as exc:
+            logger.exception("the engine loop failed")
+            self._die(f"the engine has stopped: {type(exc).__name__}: {exc}")
+
+    def _commit(self, output: StepOutput) -> list[TokenEvent]:
+        self._num_failed_steps = self._num_failed_steps + 1 if output.error else 0
+        if output.error:
+            logger.error("step %d failed on the device: %s", output.step_id, output.error)
+        return self.scheduler.commit(output)
+
+    def _feed(self) -> None:
+        """Send steps until depth + 1 are in flight or nothing can be scheduled."""
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            return
+        while self.scheduler.num_in_flight_steps <= self._depth:
+            scheduled = self.scheduler.schedule()
+            if scheduled is None:
+                return
+            self._submit(scheduled.step)
+
+    def _fan_out(self, events: list[TokenEvent], step_error: str) -> None:
+        for event in events:
+            entry = self._entries.get(event.sequence.request.request_id)
+            if entry is None:
+                continue  # its request ended earlier in this step
+            if event.finish_reason is FinishReason.ERROR:
+                self._fail(entry, f"generation failed on the device: {step_error}")
+            else:
+                self._push(entry, event)
+
+    def _push(self, entry: Entry, event: TokenEvent) -> None:
+        try:
+            reason = entry.mailbox.push(event)
+        except Exception as exc:  # text of one request: the others go on
+            logger.exception("request %s: making text failed", entry.request.request_id)
+            self._fail(entry, f"making text of the tokens failed: {type(exc).__name__}: {exc}")
+            return
+        self._generation_tokens_total += 1
+        if reason is None:
+            return
+        self._ended_total[reason] += 1
+        if event.finish_reason is None:  # a stop string: only the text knew
+            self.scheduler.finish(event.sequence, reason)
+        if entry.mailbox.done:
+            self._forget(entry)
+
+    def _settle(self) -> None:
+        """After a turn: die of a broken device, or rest if nothing is left to do."""
+        scheduler = self.scheduler
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            self._die(f"the engine has stopped: {self._num_failed_steps} steps failed in a row")
+        elif scheduler.num_in_flight_steps == 0:
+            self._feed()  # what stop strings gave back may let others start
+            if scheduler.num_in_flight_steps > 0:
+                return
+            now_s = time.monotonic()
+            if now_s - self._last_check_s >= CHECK_INTERVAL_S or scheduler.num_held_blocks:
+                self._last_check_s = now_s
+                scheduler.check_integrity()
+            if scheduler.num_running or scheduler.num_waiting:
+                raise RuntimeError(
+                    f"nothing can be scheduled, yet {scheduler.num_running} sequences are running "
+                    f"and {scheduler.num_waiting} waiting"
+                )
+
+    # --- the ends --------------------------------------------------------------------------
+
+    def _fail(self, entry: Entry, message: str) -> None:
+        self._release(entry, FinishReason.ERROR)
+        entry.mailbox.fail(GenerationError(message))
+        self._forget(entry)
+
+    def _release(self, entry: Entry, reason: FinishReason) -> None:
+        """Give the choices that have not ended back to the scheduler."""
+        self._count_unfinished(entry, reason)
+        for sequence, output in zip(entry.sequences, entry.mailbox.choices, strict=True):
+            if output.finish_reason is None:
+                self.scheduler.finish(sequence, reason)
+        self._wake()
+
+    def _count_unfinished(self, entry: Entry, reason: FinishReason) -> None:
+        self._ended_total[reason] += sum(
+            output.finish_reason is None for output in entry.mailbox.choices
+        )
+
+    def _forget(self, entry: Entry) -> None:
+        request = entry.request
+        del self._entries[request.request_id]
+        logger.debug(
+            "request %s ended: %d prompt tokens (%d cached), %d generated, %.3f s, %s",
+            request.request_id,
+            len(request.prompt_token_ids),
+            entry.mailbox.num_cached_tokens,
+            entry.mailbox.num_generated_tokens,
+            time.monotonic() - request.arrival_s,
+            [str(output.finish_reason) for output in entry.mailbox.choices],
+        )
+
+    def _die(self, message: str) -> None:
+        self._stopped = True
+        error = EngineDeadError(message)
+        for entry in self._entries.values():
+            self._count_unfinished(entry, FinishReason.ERROR)
+            entry.mailbox.fail(error)
+        self._entries.clear()
+        self._on_dead(error)

@@ -1,0 +1,63 @@
+"""From a configuration to a runner and a tokenizer: the one place where the engine builds them.
+
+Owns the order of loading. It must not know requests or the event loop; it runs on the device
+thread. Invariant: importing this module imports nothing heavy, calling it with a runner and a
+tokenizer given imports nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..config import EngineConfig
+from ..protocol import Runner
+from ..text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..weights.hub import Checkpoint
+
+Progress = Callable[[str, float], None]
+
+
+class Model(NamedTuple):
+    """The two halves of a model: the device's and the text's."""
+
+    runner: Runner
+    tokenizer: Tokenizer
+
+
+def build_model(
+    config: EngineConfig,
+    runner: Runner | None,
+    tokenizer: Tokenizer | None,
+    progress: Progress,
+) -> Model:
+    """Build what is not given. The runner has still to `load`. ModelLoadError, ConfigError."""
+    if runner is not None and tokenizer is not None:
+        return Model(runner, tokenizer)
+    from ..weights.hub import resolve_checkpoint
+
+    progress("finding the checkpoint", 0.0)
+    checkpoint = resolve_checkpoint(config.model)
+    if tokenizer is None:
+        progress("reading the tokenizer", 0.0)
+        tokenizer = _read_tokenizer(checkpoint)
+    if runner is None:
+        progress("importing the runner", 0.0)
+        from ..runner.model_runner import ModelRunner
+
+        runner = ModelRunner(config, checkpoint)
+    return Model(runner, tokenizer)
+
+
+def _read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.kind == "huggingface":
+        return Tokenizer.from_folder(checkpoint.path)
+    from ..weights.gguf import GGUFFile
+
+    file = GGUFFile(checkpoint.path)
+    try:
+        return Tokenizer.from_gguf(file.metadata)
+    finally:
+        file.close()

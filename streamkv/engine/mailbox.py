@@ -1,0 +1,107 @@
+"""The place where the engine leaves one request's output and its reader picks it up.
+
+Owns the request's choices, the order in which they have something new, and the reader's wake-up.
+It must not know the scheduler or the device. Used on the event-loop thread only, so it has no
+locks.
+
+Invariant: bounded by construction. Each choice has one slot in which deltas merge while the reader
+is slow, and the queue holds each choice at most once; a slow reader costs its own tokens' memory
+and never makes the engine wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ..errors import StreamkvError
+from ..protocol import FinishReason, SamplingParams
+from .choice_output import ChoiceOutput
+from .outputs import TokenDelta
+
+if TYPE_CHECKING:
+    from ..core.scheduler import TokenEvent
+    from ..text.tokenizer import Tokenizer
+
+
+class Mailbox:
+    """One request's output: the engine pushes, the reader takes."""
+
+    def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
+        self.choices = tuple(ChoiceOutput(i, sampling, tokenizer) for i in range(sampling.n))
+        self.error: StreamkvError | None = None
+        self.num_cached_tokens = 0
+        self.first_token_s: float | None = None
+        self.finish_s: float | None = None
+        self._num_unfinished = sampling.n
+        self._ready: deque[ChoiceOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will be pushed (the reader may still have deltas to take)."""
+        return self.error is not None or self._num_unfinished == 0
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def push(self, event: TokenEvent) -> FinishReason | None:
+        """Take one token; return how its choice ended, if it did (a stop string included)."""
+        output = self.choices[event.sequence.choice]
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+            self.num_cached_tokens = event.sequence.num_cached_tokens
+        output.push(event)
+        self._announce(output)
+        return output.finish_reason
+
+    def finish(self, reason: FinishReason) -> None:
+        """End each choice that has not ended yet, with what it has."""
+        for output in self.choices:
+            if output.finish_reason is None:
+                output.finish(reason)
+                self._announce(output)
+
+    def fail(self, error: StreamkvError) -> None:
+        """The reader gets what is there, then `error`; nothing happens if all is done."""
+        if not self.done:
+            self.error = error
+            self.finish_s = time.monotonic()
+            self._wake()
+
+    def take(self) -> TokenDelta | None:
+        """The next delta, of the choice that has waited longest; None when there is none now."""
+        if not self._ready:
+            return None
+        output = self._ready.popleft()
+        output.queued = False
+        return output.take()
+
+    async def wait(self) -> None:
+        """Until there is something to take, or all is done. One reader at a time."""
+        if self._waiter is not None:
+            raise RuntimeError("expected one reader per stream, got a second task in __anext__")
+        if self._ready or self.done:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _announce(self, output: ChoiceOutput) -> None:
+        if output.finish_reason is not None:
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:
+                self.finish_s = time.monotonic()
+        if not output.queued:
+            output.queued = True
+            self._ready.append(output)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,66 @@
+"""What a reader of a stream sees: frozen values, no behaviour.
+
+Owns the shapes of deltas, completions and usage. It must not know how tokens become text, nor how
+they reach the reader. Invariant: of one choice's deltas exactly one, the last, has a
+`finish_reason`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..protocol import FinishReason
+
+
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
+    """One of the most likely tokens at a position."""
+
+    token_id: int
+    token: str
+    bytes: bytes
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """A sampled token's natural-log probability, and the most likely tokens at its position."""
+
+    token_id: int
+    token: str
+    bytes: bytes
+    logprob: float
+    rank: int  # 1 = most likely
+    top: tuple[TopLogprob, ...]  # most likely first
+
+
+class TokenDelta(msgspec.Struct, frozen=True, gc=False):
+    """What one choice gained since its last delta.
+
+    `text` may be empty while `token_ids` is not: half a character, or what could be the start of a
+    stop string, waits for the tokens that follow.
+    """
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()  # () or one per token
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+
+
+class Completion(msgspec.Struct, frozen=True, gc=False):
+    """One whole choice: its deltas, joined."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Tokens in and out. All choices share the prompt; their output is summed."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens whose KV was found in the prefix cache
+    num_generated_tokens: int

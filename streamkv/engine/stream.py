@@ -1,0 +1,172 @@
+"""TokenStream: one request as its reader sees it.
+
+Owns the request's life from the reader's side: entering the context admits it, leaving early
+aborts it. It must not know how tokens are made. Used on the event-loop thread only.
+
+Invariant: exactly one terminal delta per choice, then the iteration ends; or the stream raises one
+error. Whatever way the reader goes (break, exception, cancelled task), the request is over once
+the context is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import NamedTuple
+
+from ..protocol import SamplingParams
+from .mailbox import Mailbox
+from .outputs import Completion, TokenDelta, TokenLogprob, TopLogprob, Usage
+
+__all__ = ["Completion", "TokenDelta", "TokenLogprob", "TokenStream", "TopLogprob", "Usage"]
+
+
+class Admission(NamedTuple):
+    """What the engine hands over when it takes a request in."""
+
+    prompt_token_ids: tuple[int, ...]
+    mailbox: Mailbox
+    abort: Callable[[], None]
+
+
+class TokenStream:
+    """An async context manager and iterator over one request's deltas; usable once.
+
+        async with engine.generate("Once upon a time") as stream:
+            async for delta in stream:
+                print(delta.text, end="")
+
+    Entering raises InvalidRequestError, ContextLengthError, CapacityError, UnknownModelError,
+    OverloadedError, EngineNotReadyError or EngineDeadError; iterating raises GenerationError or
+    EngineDeadError. Deltas of one choice are merged while the reader is slow.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        prompt: object,
+        sampling: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        admit: Callable[[TokenStream], Awaitable[Admission]],
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.prompt = prompt
+        self.sampling = sampling
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.arrival_s: float | None = None  # monotonic; None before the context is entered
+        self.cancelled = False
+        self._admit: Callable[[TokenStream], Awaitable[Admission]] | None = admit
+        self._admission: Admission | None = None
+        self._left = False
+
+    async def __aenter__(self) -> TokenStream:
+        """Admit the request."""
+        if self._admit is None:
+            raise RuntimeError("a TokenStream is used once: call generate() for another one")
+        admit, self._admit = self._admit, None
+        self.arrival_s = time.monotonic()
+        self._admission = await admit(self)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Abort what has not finished."""
+        self._left = True
+        self.cancel()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        """The next delta, without awaiting when one is ready."""
+        mailbox = self._open_admission().mailbox
+        while True:
+            delta = mailbox.take()
+            if delta is not None:
+                return delta
+            if mailbox.error is not None:
+                raise mailbox.error
+            if mailbox.done:
+                raise StopAsyncIteration
+            await mailbox.wait()
+
+    async def collect(self) -> list[Completion]:
+        """All choices, complete; enters the context itself if that has not been done.
+
+        Deltas already taken by iterating are not repeated.
+        """
+        if self._admission is not None:
+            return await self._collect()
+        async with self:
+            return await self._collect()
+
+    def cancel(self) -> None:
+        """End the request now: each unfinished choice ends with an ABORT delta. Idempotent.
+
+        Before the context is entered it makes entering end the request at once.
+        """
+        self.cancelled = True
+        if self._admission is not None and not self._admission.mailbox.done:
+            self._admission.abort()
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt; empty before the context is entered."""
+        return self._admission.prompt_token_ids if self._admission is not None else ()
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far; zeros before the context is entered."""
+        if self._admission is None:
+            return Usage(0, 0, 0)
+        mailbox = self._admission.mailbox
+        return Usage(
+            len(self.prompt_token_ids), mailbox.num_cached_tokens, mailbox.num_generated_tokens
+        )
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When the first token came (monotonic)."""
+        return self._admission.mailbox.first_token_s if self._admission is not None else None
+
+    @property
+    def finish_s(self) -> float | None:
+        """When the last choice ended (monotonic)."""
+        return self._admission.mailbox.finish_s if self._admission is not None else None
+
+    def _open_admission(self) -> Admission:
+        if self._admission is None:
+            raise RuntimeError("expected `async with stream:` around the iteration, got none")
+        if self._left:
+            raise RuntimeError("the stream's context was left: read inside `async with stream:`")
+        return self._admission
+
+    async def _collect(self) -> list[Completion]:
+        parts: list[list[TokenDelta]] = [[] for _ in range(self.sampling.n)]
+        async for delta in self:
+            parts[delta.choice].append(delta)
+        return [_join(deltas) for deltas in parts if deltas]
+
+
+def _join(deltas: list[TokenDelta]) -> Completion:
+    """One choice's deltas as a whole; the last of them is terminal."""
+    last = deltas[-1]
+    assert last.finish_reason is not None, "the iteration ended before a terminal delta"
+    return Completion(
+        last.choice,
+        "".join(delta.text for delta in deltas),
+        tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        last.finish_reason,
+        last.stop_reason,
+    )

@@ -1,0 +1,179 @@
+"""How much memory there is, and how many KV blocks a model gets of it.
+
+Owns the measuring, the budget that several models share, and the plan. Knows nothing of tensors'
+content or of requests. Invariant: planning is a pure function of numbers; memory is measured once,
+before it, and what the budget gave out never exceeds it unless the operator said so.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from ..errors import ConfigError
+
+CPU_LIMIT_BYTES = 4 << 30  # a chat server on a laptop shouldn't take all of its memory
+MIB = 1 << 20
+
+
+class KVCachePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows from the operator's wishes, the checkpoint and the memory."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    block_bytes: int  # all layers
+    max_model_len: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+class MemoryBudget:
+    """Bytes that may be taken, and who took them. Owned by the thread that loads models.
+
+    Raises ConfigError with the numbers when a reservation doesn't fit.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._reserved: dict[str, int] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        """Not reserved; never negative."""
+        return max(0, self.total_bytes - sum(self._reserved.values()))
+
+    def reserve(self, name: str, num_bytes: int, *, overcommit: bool = False) -> None:
+        """Take `num_bytes` under a new name; `overcommit`: whatever is left."""
+        if name in self._reserved:
+            raise ConfigError(f"memory for {name} is reserved already; give each model its name")
+        if num_bytes > self.free_bytes and not overcommit:
+            raise ConfigError(
+                f"{name} needs {num_bytes / MIB:,.0f} MiB, {self.free_bytes / MIB:,.0f} of "
+                f"{self.total_bytes / MIB:,.0f} MiB are free: use a smaller model or dtype, or "
+                "raise --gpu-memory-utilization"
+            )
+        self._reserved[name] = num_bytes
+
+    def release(self, name: str) -> None:
+        """Give a reservation back; unknown names are none."""
+        self._reserved.pop(name, None)
+
+
+def plan_kv_cache(
+    *,
+    free_bytes: int,
+    limit_bytes: int | None,
+    kv_bytes_per_token: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_position_embeddings: int,
+    num_blocks_override: int,
+) -> KVCachePlan:
+    """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
+
+    `max_model_len` 0 means the checkpoint's, shortened to what fits; one that was asked for must
+    fit, and then may exceed `limit_bytes` (but not `free_bytes`). There is always one block.
+    Raises ConfigError with the numbers.
+    """
+    if max_model_len > max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len: expected at most the {max_position_embeddings} positions of the "
+            f"checkpoint, got {max_model_len}"
+        )
+    length = max_model_len or max_position_embeddings
+    block_bytes = kv_bytes_per_token * block_size
+    blocks_per_sequence = -(-length // block_size)
+    if num_blocks_override:
+        num_blocks = num_blocks_override
+    else:
+        limit = free_bytes if limit_bytes is None else limit_bytes
+        if max_model_len:
+            limit = max(limit, blocks_per_sequence * block_bytes)
+        affordable = min(free_bytes, limit) // block_bytes
+        num_blocks = max(1, min(affordable, max_num_seqs * blocks_per_sequence))
+    if max_model_len and num_blocks < blocks_per_sequence:
+        raise ConfigError(
+            f"max_model_len {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
+            f"tokens ({blocks_per_sequence * block_bytes / MIB:,.0f} MiB), there are {num_blocks} "
+            f"({num_blocks * block_bytes / MIB:,.0f} MiB): lower --max-model-len to "
+            f"{num_blocks * block_size} or give more memory"
+        )
+    return KVCachePlan(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        max_model_len=min(length, num_blocks * block_size),
+    )
+
+
+def available_memory_bytes(
+    device: torch.device | None = None,
+    *,
+    proc: Path = Path("/proc"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Bytes that can be taken now without swapping, within the limits of the cgroups we are in."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(_machine_available(proc), *_cgroup_available(proc, cgroups))
+
+
+def _machine_available(proc: Path) -> int:
+    for line in _lines(proc / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    # Not Linux: physical memory is the only portable number.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class _CgroupFiles(NamedTuple):
+    limit: str
+    usage: str
+    reclaimable: str  # key in memory.stat: file pages that the kernel drops under pressure
+
+
+_CGROUP_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_CGROUP_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
+
+
+def _cgroup_available(proc: Path, cgroups: Path) -> list[int]:
+    """What each limited cgroup above this process has left; at least one number."""
+    found = [2**63]
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, files = cgroups, _CGROUP_V2
+        elif "memory" in controllers.split(","):
+            root, files = cgroups / "memory", _CGROUP_V1
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        # Inside a container the path may be the host's; then only the root exists, and counts.
+        for level in (folder, *folder.parents):
+            if level.is_relative_to(root):
+                found += _left_in(level, files)
+    return found
+
+
+def _left_in(folder: Path, files: _CgroupFiles) -> list[int]:
+    """[bytes left] of a cgroup, [] if it has no limit."""
+    limit, usage = _lines(folder / files.limit), _lines(folder / files.usage)
+    if not limit or not usage or not limit[0].isdigit():
+        return []
+    stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+    used = int(usage[0]) - int(stat.get(files.reclaimable, 0))
+    return [max(0, int(limit[0]) - max(0, used))]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

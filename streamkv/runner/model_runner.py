@@ -1,0 +1,252 @@
+"""ModelRunner: the device side. Takes a StepInput, runs the model, samples, returns a StepOutput.
+
+Owns the weights, the KV cache and the rows of one model, and its share of the memory budget. Knows
+nothing of requests, text or scheduling. Every method is called on the device thread. Invariant: a
+step never raises, and after a failed one the rows are as the next StepInput expects them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import EngineConfig
+from ..errors import ConfigError, ModelLoadError, StreamkvError
+from ..models import ModelConfig, build_model
+from ..models.llama import LlamaForCausalLM
+from ..ops import Batch, native
+from ..ops.kernels import KernelTable
+from ..ops.reference import REFERENCE
+from ..protocol import RunnerInfo, StepInput, StepOutput
+from ..weights.hub import Checkpoint
+from ..weights.loader import load_parameters, open_checkpoint, weight_bytes
+from .eager import Eager
+from .kv_cache import (
+    CPU_LIMIT_BYTES,
+    KVCachePlan,
+    MemoryBudget,
+    available_memory_bytes,
+    plan_kv_cache,
+)
+from .rows import Rows
+from .sampler import Sampled, sample
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class _Loaded(NamedTuple):
+    """What `load` builds and `close` drops, as one."""
+
+    model: LlamaForCausalLM
+    ops: Eager
+    rows: Rows
+
+
+class ModelRunner:
+    """Runs one checkpoint. `budget` is shared by the models of a process; None: one of its own."""
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, budget: MemoryBudget | None = None
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._budget = budget
+        self._reserved: list[str] = []  # our names in the budget
+        self._loaded: _Loaded | None = None
+        self._device = torch.device("cpu")
+
+    def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
+        """Load weights, plan and take KV memory.
+
+        Raises ModelLoadError for what is wrong with the checkpoint and ConfigError for what is
+        wrong with the wishes; memory taken before that is given back.
+        """
+        try:
+            return self._load(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, step: StepInput) -> StepOutput:
+        """Run one step; what goes wrong is `error` in the output."""
+        started = time.perf_counter()
+        try:
+            sampled = self._run(step)
+        except Exception as exc:
+            logger.exception("step %d failed", step.step_id)
+            reason = str(exc) if isinstance(exc, StreamkvError) else f"{type(exc).__name__}: {exc}"
+            return StepOutput(
+                step_id=step.step_id,
+                sampled=b"",
+                error=" ".join(reason.split()),
+                duration_s=time.perf_counter() - started,
+            )
+        return StepOutput(
+            step_id=step.step_id,
+            sampled=sampled.token_ids.tobytes(),
+            logprobs=sampled.logprobs,
+            duration_s=time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        """Give back all memory; idempotent."""
+        self._loaded = None
+        while self._budget is not None and self._reserved:
+            self._budget.release(self._reserved.pop())
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
+        config, dtype = self._config, DTYPES[self._config.dtype]
+        self._device = _select_device(config)
+        kernels = _select_kernels(config, self._device)
+        if self._budget is None:
+            available = available_memory_bytes(self._device)
+            self._budget = MemoryBudget(int(available * config.gpu_memory_utilization))
+        budget = self._budget
+        progress("opening checkpoint", 0.0)
+        source = open_checkpoint(self._checkpoint)
+        try:
+            model = build_model(ModelConfig.from_dict(source.config))
+            self._reserve(budget, "weights", weight_bytes(list(model.parameters()), dtype))
+            weights = load_parameters(
+                source,
+                list(model.parameters()),
+                dtype=dtype,
+                device=self._device,
+                progress=lambda fraction: progress("loading weights", fraction),
+            )
+        finally:
+            source.close()
+        progress("allocating KV cache", 1.0)
+        plan = self._plan(model.config, dtype, budget.free_bytes)
+        # One block, and an override, are given whatever is left.
+        self._reserve(budget, "KV cache", plan.num_bytes, overcommit=True)
+        ops = Eager(kernels, weights, self._allocate_kv_cache(model.config, plan, dtype))
+        self._loaded = _Loaded(model, ops, _build_rows(config, plan, model.config))
+        info = RunnerInfo(
+            device=str(self._device),
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=plan.max_model_len,
+            vocab_size=model.config.vocab_size,
+            block_size=plan.block_size,
+            num_blocks=plan.num_blocks,
+            kv_bytes_per_token=plan.block_bytes // plan.block_size,
+            weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
+            ops=kernels.describe(),
+        )
+        logger.info("loaded %s: %s", config.model_id, info)
+        return info
+
+    def _reserve(
+        self, budget: MemoryBudget, what: str, num_bytes: int, *, overcommit: bool = False
+    ) -> None:
+        name = f"{self._config.model_id} {what}"
+        budget.reserve(name, num_bytes, overcommit=overcommit)
+        self._reserved.append(name)
+
+    def _plan(self, model_config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> KVCachePlan:
+        config = self._config
+        kv_heads, layers = model_config.num_key_value_heads, model_config.num_hidden_layers
+        return plan_kv_cache(
+            free_bytes=max(0, free_bytes - _workspace_bytes(config, model_config)),
+            limit_bytes=CPU_LIMIT_BYTES if self._device.type == "cpu" else None,
+            kv_bytes_per_token=2 * layers * kv_heads * model_config.head_dim * dtype.itemsize,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            max_position_embeddings=model_config.max_position_embeddings,
+            num_blocks_override=config.num_gpu_blocks_override,
+        )
+
+    def _allocate_kv_cache(
+        self, model_config: ModelConfig, plan: KVCachePlan, dtype: torch.dtype
+    ) -> Tensor:
+        """Not cleared: on a CPU pages are committed when a block is first written."""
+        shape = (
+            plan.num_blocks,
+            model_config.num_hidden_layers,
+            2,
+            model_config.num_key_value_heads,
+            plan.block_size,
+            model_config.head_dim,
+        )
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"{plan.num_blocks} KV blocks ({plan.num_bytes >> 20} MiB) can't be allocated: "
+                f"lower --gpu-memory-utilization or --num-gpu-blocks-override ({exc})"
+            ) from exc
+
+    @torch.inference_mode()
+    def _run(self, step: StepInput) -> Sampled:
+        if self._loaded is None:
+            raise ModelLoadError("no model is loaded")
+        model, ops, rows = self._loaded
+        rows.apply(step)
+        scheduled = np.frombuffer(step.scheduled, np.int32).reshape(-1, 4)
+        asking = rows.asking(scheduled)
+        if not len(scheduled):
+            return Sampled(np.zeros(0, np.int32), ())
+        try:
+            arrays = rows.batch(scheduled)
+            batch = Batch(*(torch.from_numpy(array).to(self._device) for array in arrays))
+            hidden = model.forward(ops, batch)
+            if not len(asking.rows):
+                return Sampled(np.zeros(0, np.int32), ())
+            sampled = sample(model.logits(ops, hidden), rows.sampling_batch(asking))
+        except Exception:
+            # A step that was sent ahead builds on these tokens; its rows are lost, others aren't.
+            rows.keep(asking, np.zeros(len(asking.rows), np.int32))
+            raise
+        rows.keep(asking, sampled.token_ids)
+        return sampled
+
+
+def _select_device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if config.device == "cuda":
+        raise ConfigError("device: expected a CUDA device, torch finds none; use --device cpu")
+    return torch.device("cpu")
+
+
+def _select_kernels(config: EngineConfig, device: torch.device) -> KernelTable:
+    """The table that serves every op from now on; there is no fallback."""
+    wanted = config.ops
+    if wanted == "auto":
+        wanted = "native" if device.type == "cpu" else "reference"
+    if wanted == "reference":
+        return REFERENCE
+    if device.type != "cpu":
+        raise ConfigError("ops: the native kernels run on a CPU; use --ops reference on a GPU")
+    return native.load()
+
+
+def _workspace_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
+    """An upper estimate of what a step needs besides weights and KV: activations and logits."""
+    heads = model_config.num_attention_heads + 2 * model_config.num_key_value_heads
+    widths = 4 * model_config.hidden_size + 3 * model_config.intermediate_size
+    per_token = 4 * (widths + 2 * heads * model_config.head_dim)
+    return config.max_num_batched_tokens * per_token + config.max_num_seqs * model_config.vocab_size * 12
+
+
+def _build_rows(config: EngineConfig, plan: KVCachePlan, model_config: ModelConfig) -> Rows:
+    return Rows(
+        num_rows=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        vocab_size=model_config.vocab_size,
+    )

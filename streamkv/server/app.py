@@ -1,0 +1,96 @@
+"""The application: routes, middleware, error handlers and the engine's life, put together.
+
+Owns nothing else. `create_app` takes built objects; there is no module-level application.
+Invariant: whatever goes wrong, the answer has OpenAI's error shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from ..config import ServerConfig
+from ..engine.async_engine import AsyncEngine
+from ..errors import StreamkvError
+from . import chat, completions, health, metrics, models, responses, responses_ws, tokenize
+from .auth import ApiKeyMiddleware, BrowserGuard
+from .page import find_folder, page_routes
+from .wire import error_response, http_error_body, json_response
+
+
+def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
+    """The ASGI application. It starts `engine` with its lifespan and closes it at the end; the
+    engine loads while the application already answers (/health says 503 until it is ready)."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.close()
+
+    app = Starlette(
+        routes=[
+            *chat.routes,
+            *completions.routes,
+            *responses.routes,
+            *responses_ws.routes,
+            *models.routes,
+            *tokenize.routes,
+            *health.routes,
+            *metrics.routes,
+            *page_routes(find_folder()),
+        ],
+        middleware=_middleware(config),
+        exception_handlers={
+            StreamkvError: _on_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_error,  # re-raised by Starlette after the answer: the server logs it
+        },
+        lifespan=lifespan,
+    )
+    app.state.engine = engine
+    app.state.config = config
+    app.state.metrics = metrics.ServerMetrics(engine)
+    return app
+
+
+def _middleware(config: ServerConfig) -> list[Middleware]:
+    """Outermost first. CORS answers preflights, which carry no key, and marks refusals too."""
+    stack = [Middleware(BrowserGuard, config=config)]
+    if config.cors_origin:
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.cors_origin,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+            )
+        )
+    if config.api_key:
+        stack.append(Middleware(ApiKeyMiddleware, keys=config.api_key))
+    return stack
+
+
+async def _on_error(request: Request, exc: Exception) -> Response:
+    return error_response(exc)
+
+
+async def _on_http_exception(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    detail = f"{request.method} {request.scope['path']}: {exc.detail}"
+    body = http_error_body(exc.status_code, detail)
+    return json_response(body, exc.status_code, exc.headers)
+
+
+async def _on_disconnect(request: Request, exc: Exception) -> Response:
+    return Response(status_code=400)  # the client left while sending; nobody reads this

@@ -1,0 +1,292 @@
+"""POST /v1/completions: prompts (text or token ids) in, their continuations out.
+
+Owns this endpoint's wire types. Knows the engine as `generate`. Invariant: choice indexes are
+prompt * n + choice, whatever order tokens come in; one generation path: without `stream` the
+answer is the same streams, collected.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ..engine.async_engine import AsyncEngine
+from ..engine.stream import Completion, TokenDelta, TokenLogprob, TokenStream
+from ..errors import InvalidRequestError
+from ..protocol import MAX_LOGPROBS
+from ..text.tokenizer import Tokenizer
+from .metrics import metrics_of, observed
+from .prompt_streams import PromptStreams
+from .sse import DONE, EventStream, cancel_on_disconnect, data_frame
+from .wire import (
+    SAMPLING_NOT_HONOURED,
+    GenerationFields,
+    NotHonoured,
+    StreamOptions,
+    TokenId,
+    Usage,
+    json_logprob,
+    json_response,
+    read_body,
+    ready_engine,
+)
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 1024
+
+NOT_HONOURED: NotHonoured = {
+    **SAMPLING_NOT_HONOURED,
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+}
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    n: int | None = None
+    best_of: int | None = None  # honoured only where it asks for nothing: equal to n
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+Prompt = str | list[int]
+
+
+def _prompts(body: CompletionRequest) -> list[Prompt]:
+    """The prompts, one or many. InvalidRequestError for none, too many or a mixture."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError("prompt: expected text or token ids, got []", param="prompt")
+    ids = [item for item in given if isinstance(item, int)]
+    if len(ids) == len(given):
+        return [ids]
+    prompts = [item for item in given if not isinstance(item, int)]
+    if ids or len({type(item) for item in prompts}) > 1:
+        raise InvalidRequestError(
+            "prompt: expected a string, a list of strings, a list of token ids or a list of lists "
+            "of token ids, got a mixture",
+            param="prompt",
+        )
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt: expected at most {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt"
+        )
+    return prompts
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequestError(
+            "echo: not supported together with logprobs; leave one out", param="echo"
+        )
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequestError(
+            "best_of: not supported by this server; leave it out", param="best_of"
+        )
+
+
+# --- response ---------------------------------------------------------------------------------
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Four parallel lists, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # of the character that the token's first byte belongs to
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole choice, or what it gained since the last chunk."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class CompletionObject(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, and each of its chunks."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class _LogprobWriter:
+    """OpenAI's lists for one choice; keeps the text offset from chunk to chunk."""
+
+    def __init__(self) -> None:
+        self._num_chars = 0
+
+    def write(self, items: Sequence[TokenLogprob]) -> Logprobs:
+        result = Logprobs([], [], [], [])
+        for item in items:
+            top = {_token_name(t.token, t.bytes): json_logprob(t.logprob) for t in item.top}
+            name = _token_name(item.token, item.bytes)
+            result.tokens.append(name)
+            result.token_logprobs.append(json_logprob(item.logprob))
+            result.top_logprobs.append({**top, name: json_logprob(item.logprob)})
+            result.text_offset.append(self._advance(item.bytes))
+        return result
+
+    def _advance(self, data: bytes) -> int:
+        begins = [byte & 0xC0 != 0x80 for byte in data]  # UTF-8: not a continuation byte
+        offset = self._num_chars if not begins or begins[0] else self._num_chars - 1
+        self._num_chars += sum(begins)
+        return max(offset, 0)
+
+
+def _token_name(token: str, data: bytes) -> str:
+    """The token's text; its bytes, as OpenAI writes them, when it is part of a character."""
+    if "\N{REPLACEMENT CHARACTER}" not in token:
+        return token
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class _Answer:
+    """Writes one request's answer: whole, or as chunks."""
+
+    def __init__(self, completion_id: str, body: CompletionRequest, tokenizer: Tokenizer) -> None:
+        self._id = completion_id
+        self._created = int(time.time())
+        self._num_choices = body.n or 1
+        self._tokenizer = tokenizer
+        self._echo = bool(body.echo)
+        self._token_ids = bool(body.return_token_ids)
+        self._logprobs = body.logprobs is not None
+        self._options = StreamOptions.checked(body.stream_options, stream=bool(body.stream))
+
+    def whole(
+        self, prompts: PromptStreams, completions: Sequence[Sequence[Completion]]
+    ) -> CompletionObject:
+        choices = [
+            self._choice(prompts, i, item, _LogprobWriter(), first=True)
+            for i, of_prompt in enumerate(completions)
+            for item in of_prompt
+        ]
+        return self._object(prompts, choices, Usage.of(*prompts.streams))
+
+    async def frames(self, prompts: PromptStreams) -> AsyncIterator[bytes]:
+        writers: dict[tuple[int, int], _LogprobWriter] = {}
+        async for prompt, delta in prompts.deltas():
+            key = (prompt, delta.choice)
+            first = key not in writers
+            writer = writers.setdefault(key, _LogprobWriter())
+            choice = self._choice(prompts, prompt, delta, writer, first=first)
+            if choice.text or choice.finish_reason or self._token_ids or self._logprobs:
+                usage: Usage | None | UnsetType = None if self._options.include_usage else UNSET
+                if self._options.continuous_usage_stats:
+                    usage = Usage.of(*prompts.streams)
+                yield data_frame(self._object(prompts, [choice], usage))
+        if self._options.include_usage:
+            yield data_frame(self._object(prompts, [], Usage.of(*prompts.streams)))
+        yield DONE
+
+    def _choice(
+        self,
+        prompts: PromptStreams,
+        prompt: int,
+        item: TokenDelta | Completion,
+        writer: _LogprobWriter,
+        *,
+        first: bool,
+    ) -> Choice:
+        stream = prompts.streams[prompt]
+        return Choice(
+            index=prompt * self._num_choices + item.choice,
+            text=(self._prompt_text(stream) if self._echo and first else "") + item.text,
+            logprobs=writer.write(item.logprobs) if self._logprobs else None,
+            finish_reason=item.finish_reason,
+            stop_reason=item.stop_reason,
+            token_ids=item.token_ids if self._token_ids else UNSET,
+            prompt_token_ids=stream.prompt_token_ids if self._token_ids and first else UNSET,
+        )
+
+    def _prompt_text(self, stream: TokenStream) -> str:
+        if isinstance(stream.prompt, str):
+            return stream.prompt
+        return self._tokenizer.decode(stream.prompt_token_ids, skip_special_tokens=False)
+
+    def _object(
+        self,
+        prompts: PromptStreams,
+        choices: list[Choice],
+        usage: Usage | None | UnsetType,
+    ) -> CompletionObject:
+        return CompletionObject(
+            id=self._id,
+            created=self._created,
+            model=prompts.streams[0].model,
+            choices=choices,
+            usage=usage,
+        )
+
+
+async def create_completion(request: Request) -> ASGIApp:
+    body = await read_body(request, _decoder, not_honoured=NOT_HONOURED)
+    _check(body)
+    prompts = _prompts(body)
+    engine = ready_engine(request)
+    completion_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+    answer = _Answer(completion_id, body, engine.tokenizer)
+    sources = [
+        observed(metrics_of(request), stream)
+        for stream in await _streams(body, prompts, engine, completion_id)
+    ]
+    if body.stream:
+        return EventStream(PromptStreams(sources), answer.frames)
+    async with (
+        PromptStreams(sources) as streams,
+        cancel_on_disconnect(request.receive, streams),
+    ):
+        return json_response(answer.whole(streams, await streams.collect()))
+
+
+async def _streams(
+    body: CompletionRequest, prompts: Sequence[Prompt], engine: AsyncEngine, completion_id: str
+) -> list[TokenStream]:
+    """One stream per prompt, not yet admitted."""
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling = body.to_sampling_params(max_tokens=max_tokens, n=body.n, logprobs=body.logprobs)
+    streams: list[TokenStream] = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) and body.add_special_tokens is False:
+            prompt = await engine.encode(prompt, add_special_tokens=False)
+        streams.append(
+            engine.generate(
+                prompt,
+                sampling,
+                model=body.model or "",
+                request_id=completion_id if len(prompts) == 1 else f"{completion_id}-{i}",
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+            )
+        )
+    return streams
+
+
+routes = [Route("/v1/completions", create_completion, methods=["POST"])]

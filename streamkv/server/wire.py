@@ -1,0 +1,355 @@
+"""What all endpoints share on the wire: body reading, common Structs, the one error map.
+
+Owns how bytes become Structs (size limit, nesting limit, the path of a bad field as `param`) and
+how exceptions become statuses and OpenAI error bodies. Knows nothing about any one endpoint.
+Invariant: JSON is read and written by msgspec codecs only, and no number on the wire is NaN or
+infinite. A field we know but don't honour is an InvalidRequestError, never ignored; a field we
+don't know is skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from http import HTTPStatus
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+
+from ..config import ServerConfig
+from ..engine.async_engine import AsyncEngine, EngineStatus
+from ..engine.stream import TokenStream
+from ..errors import (
+    AuthenticationError,
+    EngineDeadError,
+    EngineNotReadyError,
+    ForbiddenError,
+    GenerationError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    PayloadTooLargeError,
+    StreamkvError,
+)
+from ..protocol import SamplingParams
+
+T = TypeVar("T")
+
+MIN_LOGPROB = -9999.0  # stands for -inf, which JSON can't say
+NOT_READY_RETRY_AFTER_S = 2
+
+encode = msgspec.json.Encoder().encode
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's error object, also the payload of an error event inside a stream."""
+
+    error: ErrorDetail
+
+
+# exception -> (status, OpenAI's error type, default code); the first match in the class's MRO.
+_ERRORS: dict[type[BaseException], tuple[int, str, str | None]] = {
+    InvalidRequestError: (400, "invalid_request_error", None),
+    PayloadTooLargeError: (413, "invalid_request_error", "payload_too_large"),
+    AuthenticationError: (401, "authentication_error", "invalid_api_key"),
+    ForbiddenError: (403, "permission_error", "forbidden"),
+    NotFoundError: (404, "not_found_error", "not_found"),
+    OverloadedError: (429, "rate_limit_error", "overloaded"),
+    EngineNotReadyError: (503, "service_unavailable_error", "engine_not_ready"),
+    EngineDeadError: (503, "service_unavailable_error", "engine_dead"),
+    GenerationError: (500, "server_error", "generation_failed"),
+    StreamkvError: (500, "server_error", None),
+    BaseException: (500, "server_error", "internal_error"),
+}
+
+
+def _entry(exc: BaseException) -> tuple[int, str, str | None]:
+    return next(_ERRORS[cls] for cls in type(exc).__mro__ if cls in _ERRORS)
+
+
+def status_of(exc: BaseException) -> int:
+    """The HTTP status of an exception; 500 for what streamkv didn't raise on purpose."""
+    return _entry(exc)[0]
+
+
+def error_body(exc: BaseException) -> ErrorBody:
+    """The OpenAI error body of an exception; foreign exceptions don't show their text."""
+    _, kind, code = _entry(exc)
+    if isinstance(exc, StreamkvError):
+        return ErrorBody(ErrorDetail(exc.message, kind, exc.param, exc.code or code))
+    message = "the server failed on this request; its log has the details"
+    return ErrorBody(ErrorDetail(message, kind, None, code))
+
+
+def http_error_body(status: int, detail: str) -> ErrorBody:
+    """The same shape for a status that no exception of ours stands for (404, 405, ...)."""
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    return ErrorBody(ErrorDetail(detail, kind, None, code))
+
+
+def error_response(exc: BaseException) -> Response:
+    """The whole HTTP answer to an exception, Retry-After and WWW-Authenticate included."""
+    headers: dict[str, str] = {}
+    if isinstance(exc, OverloadedError):
+        headers["retry-after"] = str(max(1, exc.retry_after_s))
+    elif isinstance(exc, (EngineNotReadyError, EngineDeadError)):
+        headers["retry-after"] = str(NOT_READY_RETRY_AFTER_S)
+    elif isinstance(exc, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    elif isinstance(exc, PayloadTooLargeError):
+        headers["connection"] = "close"  # the rest of the body is not worth reading
+    return json_response(error_body(exc), status_of(exc), headers)
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """`content` (a Struct) as a JSON answer."""
+    return Response(encode(content), status, headers, media_type="application/json")
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `(.+)`")
+_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+NotHonoured = Mapping[str, tuple[Any, ...]]
+"""Field name -> the values that mean "off"; null always does. Any other value is a 400."""
+
+
+async def read_body(
+    request: Request, decoder: msgspec.json.Decoder[T], *, not_honoured: NotHonoured | None = None
+) -> T:
+    """The request's body as a Struct; InvalidRequestError or PayloadTooLargeError otherwise."""
+    limit = server_config(request).max_body_bytes
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(limit)
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            raise _too_large(limit)
+    return decode_body(bytes(data), decoder, not_honoured=not_honoured)
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"body: expected at most {limit} bytes; send less")
+
+
+def decode_body(
+    data: bytes | str,
+    decoder: msgspec.json.Decoder[T],
+    *,
+    not_honoured: NotHonoured | None = None,
+) -> T:
+    """A JSON document as a Struct; InvalidRequestError names the field at fault as `param`."""
+    try:
+        body = decoder.decode(data)
+        for name, raw in _raw_decoder.decode(data).items() if not_honoured else ():
+            if not_honoured is not None and name in not_honoured:
+                _check_off(name, msgspec.json.decode(raw), not_honoured[name])
+    except msgspec.ValidationError as exc:
+        raise _validation_error(str(exc)) from None
+    except (msgspec.DecodeError, UnicodeError) as exc:
+        raise InvalidRequestError(f"body: expected JSON in UTF-8; {exc}") from None
+    except RecursionError:
+        raise InvalidRequestError("body: nested too deeply; send a flatter document") from None
+    return body
+
+
+def _check_off(name: str, value: Any, off_values: tuple[Any, ...]) -> None:
+    if value is None or any(value == off and type(value) is type(off) for off in off_values):
+        return
+    raise InvalidRequestError(
+        f"{name}: not supported by this server; leave it out", param=name, code="unsupported"
+    )
+
+
+def _validation_error(message: str) -> InvalidRequestError:
+    found = _PATH.search(message)
+    param, reason = (found.group(1), message[: found.start()]) if found else ("", message)
+    missing = _MISSING.fullmatch(reason)
+    if missing is not None:
+        param = f"{param}.{missing.group(1)}".lstrip(".")
+        reason = "required field is missing"
+    return InvalidRequestError(f"{param or 'body'}: {reason}", param=param or None)
+
+
+# --- shared Structs ---------------------------------------------------------------------------
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Meta(max_length=256)]
+
+# Known sampling and serving options of the OpenAI API and its extensions that are not honoured
+# here, for the endpoints' own tables to build on.
+SAMPLING_NOT_HONOURED: NotHonoured = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0, 1),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """How to sample, as clients write it: every field may be absent or null.
+
+    Ranges are SamplingParams' own, which names the field at fault. `max_tokens`, `n` and
+    `logprobs` differ by endpoint and come as arguments of `to_sampling_params`.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def to_sampling_params(
+        self, *, max_tokens: int | None = None, n: int | None = None, logprobs: int | None = None
+    ) -> SamplingParams:
+        """SamplingParams with its own defaults for what the client left out."""
+        given: dict[str, Any] = {
+            name: value
+            for name in SamplingFields.__struct_fields__
+            if (value := getattr(self, name)) is not None
+        }
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        if n is not None:
+            given["n"] = n
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What each generating endpoint takes besides sampling."""
+
+    model: Name | None = None  # absent or null: the model served
+    stream: bool | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Name | None = None
+    return_token_ids: bool | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """OpenAI's `include_obfuscation`, padding against traffic analysis, may be sent and is not
+    done: tokens here are as long as they are."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # counts in every chunk
+
+    @classmethod
+    def checked(cls, options: StreamOptions | None, *, stream: bool) -> StreamOptions:
+        """The options, or none of them; InvalidRequestError where nothing streams."""
+        if options is not None and not stream:
+            raise InvalidRequestError(
+                "stream_options: only allowed with stream: true; leave it out",
+                param="stream_options",
+            )
+        return options or cls()
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """OpenAI's token counts; prompts count once, however many choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, *streams: TokenStream) -> Usage:
+        """The counts of these streams so far."""
+        prompt = sum(stream.usage.num_prompt_tokens for stream in streams)
+        completion = sum(stream.usage.num_generated_tokens for stream in streams)
+        cached = sum(stream.usage.num_cached_tokens for stream in streams)
+        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+@asynccontextmanager
+async def renaming_params(
+    source: AbstractAsyncContextManager[TokenStream], names: Mapping[str, str]
+) -> AsyncIterator[TokenStream]:
+    """Enter `source`; an error that names one of the engine's parameters names the client's field
+    instead, as `names` says (`prompt` -> `messages`)."""
+    async with AsyncExitStack() as stack:
+        try:
+            stream = await stack.enter_async_context(source)
+        except InvalidRequestError as exc:
+            exc.param = names.get(exc.param or "", exc.param)
+            raise
+        yield stream
+
+
+def json_logprob(value: float) -> float:
+    """A log probability that JSON can carry: -inf and NaN become MIN_LOGPROB."""
+    return value if value > MIN_LOGPROB else MIN_LOGPROB
+
+
+# --- the application's objects ----------------------------------------------------------------
+
+
+def server_config(request: HTTPConnection) -> ServerConfig:
+    config: ServerConfig = request.app.state.config
+    return config
+
+
+def engine_of(request: HTTPConnection) -> AsyncEngine:
+    """The engine, whatever its state."""
+    engine: AsyncEngine = request.app.state.engine
+    return engine
+
+
+def ready_engine(request: HTTPConnection) -> AsyncEngine:
+    """The engine once it serves; EngineNotReadyError or EngineDeadError before and after."""
+    engine = engine_of(request)
+    if engine.status is EngineStatus.LOADING:
+        raise EngineNotReadyError(f"the model is loading ({engine.status_detail}); try again soon")
+    if engine.status is not EngineStatus.READY:
+        raise EngineDeadError(f"the engine is {engine.status}: {engine.status_detail}")
+    return engine

@@ -1,0 +1,44 @@
+"""Detokenizer: a stream of token ids → text, O(1) per token.
+
+Owns the bytes of a character that is not complete yet. Knows nothing about stop strings or
+requests. Invariant: however the ids are split into pushes, the texts joined are the tokenizer's
+decode of all of them, less a character left incomplete at the end; U+FFFD appears only for bytes
+that are no UTF-8.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from .tokenizer import Tokenizer
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """One sequence's text. Owned by whoever owns the sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = _new_decoder(errors="replace")
+        self._at_start = True
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that became complete with these tokens: whole characters only."""
+        pieces = []
+        for token_id in token_ids:
+            if token_id in self._skipped:
+                continue
+            piece = self._tokenizer.token_bytes(token_id)
+            if self._at_start and piece:
+                piece = self._tokenizer.joining.first_piece(piece)
+                self._at_start = False
+            pieces.append(piece)
+        return self._decoder.decode(b"".join(pieces))
+
+    def flush(self) -> str:
+        """The end of the stream: an incomplete character is dropped, so this is always empty."""
+        self._decoder.reset()
+        return ""

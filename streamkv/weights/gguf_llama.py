@@ -1,0 +1,140 @@
+"""A llama-family GGUF file under Hugging Face names: config, tensor names and row order.
+
+Owns the translation that llama.cpp's converter made, backwards. The file format is gguf.py's; what
+the config means is models.ModelConfig's. Invariant: `config`, `shapes` and `read` answer as the
+Hugging Face folder the file was converted from would.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ModelLoadError
+from .gguf import GGUFFile
+
+# config.json key -> metadata key after "llama."
+CONFIG_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class GGUFCheckpoint:
+    """A `WeightSource` over one .gguf file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile(path)
+        _check_family(self._file)
+        self._names = {_huggingface_name(name): name for name in self._file.tensors}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: self._file.tensors[own].shape for name, own in self._names.items()
+        }
+        self.config: Mapping[str, Any] = _config(self._file, self.shapes)
+
+    def read(self, name: str) -> NDArray[Any]:
+        values = self._file.read(self._names[name])
+        if ".q_proj." in name:
+            return _restore_row_order(values, self.config["num_attention_heads"])
+        if ".k_proj." in name:
+            return _restore_row_order(values, self.config["num_key_value_heads"])
+        return values
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _huggingface_name(name: str) -> str:
+    """The checkpoint name of a GGUF tensor; an unknown one stays, and is reported as unexpected."""
+    if match := LAYER_TENSOR.fullmatch(name):
+        layer, part, kind = match.groups()
+        if part in LAYER_NAMES:
+            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
+    stem, _, kind = name.rpartition(".")
+    return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
+
+
+def _check_family(file: GGUFFile) -> None:
+    """Raise for architectures and variants whose arithmetic differs from plain Llama's."""
+    metadata = file.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise ModelLoadError(
+            f"{file.path}: expected general.architecture 'llama', got {architecture!r}"
+        )
+    scaling = metadata.get("llama.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in file.tensors:
+        raise ModelLoadError(
+            f"{file.path}: scaled rotary embeddings are not supported "
+            f"(llama.rope.scaling.type is {scaling!r})"
+        )
+    if metadata.get("llama.expert_count", 0):
+        raise ModelLoadError(f"{file.path}: mixture-of-experts models are not supported")
+
+
+def _config(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What the model's config.json would say."""
+    metadata = file.metadata
+    config: dict[str, Any] = {
+        key: metadata[f"llama.{own}"]
+        for key, own in CONFIG_KEYS.items()
+        if f"llama.{own}" in metadata
+    }
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    config |= {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": len(tokens) if isinstance(tokens, list) else None,
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in shapes,
+        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
+    }
+    num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(num_heads, int) and num_heads > 0 and isinstance(hidden_size, int):
+        head_dim = config.get("head_dim", hidden_size // num_heads)
+        rotated = metadata.get("llama.rope.dimension_count", head_dim)
+        if rotated != head_dim:
+            raise ModelLoadError(
+                f"{file.path}: expected llama.rope.dimension_count to be the head size "
+                f"{head_dim}, got {rotated!r}"
+            )
+    return config
+
+
+def _restore_row_order(values: NDArray[Any], num_heads: int) -> NDArray[Any]:
+    """Undo llama.cpp's permutation of the rows of Q and K.
+
+    Its rotary embedding pairs neighbours, so the converter interleaved each head's halves:
+    [num_heads, half, 2, ...] in the file, [num_heads, 2, half, ...] in the checkpoint.
+    """
+    heads = values.reshape(num_heads, -1, 2, *values.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(values.shape)

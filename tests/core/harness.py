@@ -1,0 +1,190 @@
+"""Harness: a Scheduler and a FakeRunner, stepped by hand or to the end.
+
+It checks what must hold at any time: `check_integrity` after each command, no event after a
+sequence's last one, steps that survive their wire format, and no violation seen by the runner.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence as Tokens
+
+from fakes import FakeRunner, expected_tokens
+
+from streamkv.core.scheduler import NO_TOKEN, Scheduler, SchedulerOutput, TokenEvent
+from streamkv.core.sequence import Sequence
+from streamkv.protocol import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepInput,
+    decode_step,
+    encode_step,
+    unpack_ints,
+)
+
+VOCAB_SIZE = 31
+EOS = 3
+
+
+class Harness:
+    """Steps are run by the device when they are committed, at most `depth` + 1 are in flight."""
+
+    def __init__(
+        self,
+        *,
+        depth: int = 0,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 256,
+        eos_token_ids: frozenset[int] = frozenset(),
+        enable_prefix_caching: bool = True,
+        check_every: int = 1,
+    ) -> None:
+        self.depth = depth
+        self.eos_token_ids = eos_token_ids
+        self.runner = FakeRunner(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.in_flight: deque[StepInput] = deque()
+        self.live: dict[Sequence, None] = {}  # ordered: those without a terminal event
+        self._ids = itertools.count()
+        self._num_commands = 0
+        self._check_every = check_every
+
+    # --- commands ----------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt_token_ids: Tokens[int],
+        max_tokens: int = 8,
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        cache_salt: str = "",
+        **sampling: object,
+    ) -> list[Sequence]:
+        params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        sequences = self.scheduler.add(
+            Request(
+                request_id=f"r{next(self._ids)}",
+                model="fake",
+                prompt_token_ids=tuple(prompt_token_ids),
+                sampling=params,
+                seed=seed,
+                max_tokens=max_tokens,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        )
+        self.live.update(dict.fromkeys(sequences))
+        self.check()
+        return sequences
+
+    def add_one(self, prompt_token_ids: Tokens[int], max_tokens: int = 8, **rest: int) -> Sequence:
+        (sequence,) = self.add(prompt_token_ids, max_tokens, **rest)
+        return sequence
+
+    def schedule(self) -> SchedulerOutput | None:
+        output = self.scheduler.schedule()
+        if output is not None:
+            message = encode_step(output.step)
+            step = decode_step(message)
+            assert step == output.step
+            self.in_flight.append(step)
+        self.check()
+        return output
+
+    def commit(self) -> list[TokenEvent]:
+        """Run the oldest step on the device and take in its result."""
+        events = self.scheduler.commit(self.runner.step(self.in_flight.popleft()))
+        assert self.runner.violations == []
+        for sequence, token_id, _, reason in events:
+            assert sequence in self.live, f"{sequence} has an event after its last one"
+            assert (token_id == NO_TOKEN) == (reason is FinishReason.ERROR)
+            assert reason == sequence.finish_reason
+            if reason is not None:
+                del self.live[sequence]
+        self.check()
+        return events
+
+    def finish(self, sequence: Sequence, reason: FinishReason = FinishReason.ABORT) -> None:
+        self.live.pop(sequence, None)
+        self.scheduler.finish(sequence, reason)
+        self.check()
+
+    # --- to the end --------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Send as many steps as the depth allows."""
+        while len(self.in_flight) <= self.depth and self.schedule() is not None:
+            pass
+
+    def advance(self) -> list[TokenEvent]:
+        """Fill, then commit one step. There must be one whenever there is work (I5)."""
+        self.fill()
+        assert self.in_flight, "there is work, but no step is in flight and none was scheduled"
+        return self.commit()
+
+    def run(self) -> list[TokenEvent]:
+        """Advance until all is done and everything is free."""
+        events: list[TokenEvent] = []
+        while self.scheduler.has_work:
+            events += self.advance()
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_held_blocks == 0
+        assert self.live == {}
+        return events
+
+    # --- checks ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self._num_commands += 1
+        if self._num_commands % self._check_every == 0:
+            self.scheduler.check_integrity()
+
+    def oracle(self, sequence: Sequence) -> list[int]:
+        """What it would answer alone."""
+        request, params = sequence.request, sequence.request.sampling
+        return expected_tokens(
+            request.prompt_token_ids,
+            request.max_tokens,
+            VOCAB_SIZE,
+            end_token_ids={
+                *params.stop_token_ids,
+                *(() if params.ignore_eos else self.eos_token_ids),
+            },
+            min_tokens=params.min_tokens,
+            temperature=params.temperature,
+            seed=request.seed,
+            choice=sequence.choice,
+        )
+
+    def check_answer(self, sequence: Sequence) -> None:
+        """A sequence that ended by itself has the oracle's answer; else the beginning of it."""
+        expected, output = self.oracle(sequence), sequence.output_token_ids
+        if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert output == expected, sequence
+        else:
+            assert output == expected[: len(output)], sequence
+
+
+def rows(step: StepInput) -> list[tuple[int, int, int, int]]:
+    """(row, start, count, ask) of each scheduled row."""
+    values = iter(unpack_ints(step.scheduled))
+    return list(zip(*[values] * 4, strict=True))

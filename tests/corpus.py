@@ -1,0 +1,35 @@
+"""Texts that tokenizers get wrong."""
+
+from __future__ import annotations
+
+TEXTS = (
+    "",
+    " ",
+    "a",
+    "Hello, world!",
+    "The quick brown fox's tail; they're, we've, I'll, I'd, it's. THEY'RE, WE'VE",
+    "1234567890 12 345 6,789.01 0x1F 3.14e-10 v2.0.1",
+    "a  1 b   22  c    333",
+    "x² + ½y³ = Ⅷ ① ٣٤٥ ४५६ 一二三",
+    "  leading, trailing  and   inner    spaces     ",
+    "\ttabs\t\tand\nnew\n\nlines\r\nand\r\n\r\nmore\n\n\n  \n indented\n",
+    "non\u00a0breaking\u2003em\u3000ideographic\u200bzero-width",
+    "日本語のテキスト、漢字とかな。中文字符，没有空格。한국어 문장입니다.",
+    "👋 👩‍👩‍👧‍👦 👍🏽 🏳️‍🌈 🇩🇪🇯🇵 1️⃣ ❤️",
+    "e\u0301 vs \u00e9; a\u0308\u0323; Z\u0351\u036bA\u0343\u036aL\u0342\u0363G\u0348\u034aO",
+    "שלום עולם، مرحبا بالعالم! \u202eRTL\u202c",
+    "Привет, мир! Γειά σου Κόσμε. Chào thế giới. สวัสดีชาวโลก नमस्ते",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "x<|endoftext|>y <|im_end|> <|im_end <|unknown|> <repo_name>",
+    "def f(x: int) -> dict[str, int]:\n    return {'a': x ** 2}  # square\n\n\nprint(f(3))",
+    '{"key": [1, 2.5, null, true], "nested": {"a": "\\u00e9\\n"}}',
+    "https://example.com/path?q=1&r=a%20b#frag user@example.com C:\\dir\\file.txt",
+    "a" * 3000,
+    " " * 500 + "x",
+    "ab1 " * 700,
+    "😀" * 300,
+    "\n" * 100,
+    "!" * 50 + "?" * 50 + "…" * 20 + "=" * 80,
+    "\x00\x01\x02\x07\x08\x0b\x0c\x1b[0m\x7f\x80\x9f\ufeff",
+    "\U0001f600\u0000\U00010348\U0002070e\U000e0041",
+)

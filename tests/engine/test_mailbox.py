@@ -1,0 +1,142 @@
+"""Slow readers, misuse of streams, and what one reader can't do to another."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from engine.support import (
+    greedy,
+    make_engine,
+    make_runner,
+    oracle,
+    read,
+    run,
+    until,
+    until_idle,
+)
+
+from streamkv.protocol import FinishReason, SamplingParams
+
+PROMPT = [4, 5, 6]
+
+
+def test_deltas_of_a_slow_reader_are_merged_into_one_per_choice():
+    runner = make_runner()
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            sampling = SamplingParams(n=3, seed=1, max_tokens=40)
+            async with engine.generate(PROMPT, sampling) as stream:
+                await until(lambda: stream.finish_s is not None)
+                deltas = await read(stream)
+            assert [delta.choice for delta in deltas] == [0, 1, 2]
+            for delta in deltas:
+                assert list(delta.token_ids) == oracle(
+                    runner, PROMPT, 40, temperature=1.0, seed=1, choice=delta.choice
+                )
+                assert delta.finish_reason is FinishReason.LENGTH
+
+    run(main)
+
+
+def test_a_reader_that_reads_only_now_and_then_misses_nothing_and_repeats_nothing():
+    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with engine.generate(PROMPT, greedy(max_tokens=20)) as stream:
+                token_ids: list[int] = []
+                num_deltas = 0
+                for num_steps in (1, 5, 2, 12):
+                    gate.release(num_steps)
+                    done = len(token_ids) + num_steps
+                    await until(lambda done=done: stream.usage.num_generated_tokens == done)
+                    token_ids += (await anext(stream)).token_ids
+                    num_deltas += 1
+                    assert len(token_ids) == done
+                with pytest.raises(StopAsyncIteration):
+                    await anext(stream)
+            assert token_ids == oracle(runner, PROMPT, 20)
+
+    run(main)
+
+
+def test_a_reader_that_never_reads_does_not_slow_the_others():
+    runner = make_runner()
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with engine.generate(PROMPT, greedy(max_tokens=100)) as slow:
+                (completion,) = await engine.generate([9], greedy(max_tokens=100)).collect()
+                assert list(completion.token_ids) == oracle(runner, [9], 100)
+                await until_idle(engine)
+                assert len((await anext(slow)).token_ids) == 100
+
+    run(main)
+
+
+def test_a_ready_delta_is_taken_without_awaiting():
+    runner = make_runner()
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with engine.generate(PROMPT, greedy(max_tokens=3)) as stream:
+                await until(lambda: stream.finish_s is not None)
+                with pytest.raises(StopIteration) as done:
+                    stream.__anext__().send(None)
+                assert len(done.value.value.token_ids) == 3
+
+    run(main)
+
+
+def test_a_timeout_while_waiting_for_a_delta_loses_nothing():
+    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with engine.generate(PROMPT, greedy(max_tokens=2)) as stream:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.01)
+                gate.release(2)
+                deltas = await read(stream)
+            token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+            assert token_ids == oracle(runner, PROMPT, 2)
+
+    run(main)
+
+
+def test_misuse_of_a_stream_is_a_clear_error():
+    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            stream = engine.generate(PROMPT, greedy(max_tokens=3))
+            with pytest.raises(RuntimeError, match="async with"):
+                await anext(stream)
+            async with stream:
+                with pytest.raises(RuntimeError, match="once"):
+                    await stream.__aenter__()
+                reader = asyncio.create_task(anext(stream))
+                await asyncio.sleep(0)
+                with pytest.raises(RuntimeError, match="one reader"):
+                    await anext(stream)
+                gate.release(3)
+                assert (await reader).token_ids
+            with pytest.raises(RuntimeError, match="context was left"):
+                await anext(stream)
+            with pytest.raises(RuntimeError, match="once"):
+                async with stream:
+                    pass
+
+    run(main)
+
+
+def test_facts_of_a_stream_are_empty_before_it_is_entered():
+    engine = make_engine(make_runner())
+    stream = engine.generate(PROMPT, request_id="mine")
+    assert (stream.request_id, stream.model, stream.prompt_token_ids) == ("mine", "fake", ())
+    assert (stream.arrival_s, stream.first_token_s, stream.finish_s) == (None, None, None)
+    assert stream.usage.num_prompt_tokens == 0
+    assert engine.generate(PROMPT).request_id != engine.generate(PROMPT).request_id

@@ -1,0 +1,204 @@
+"""A real server for the tests: uvicorn in a thread, AsyncEngine, FakeRunner, tiny tokenizer.
+
+Clients are the official `openai` package and httpx. What the fake model answers is known from its
+oracle, so that tests compare whole texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import uvicorn
+from fakes import FakeRunner, expected_tokens
+from tiny import tiny_tokenizer
+
+from streamkv.config import ServerConfig
+from streamkv.engine.async_engine import AsyncEngine
+from streamkv.protocol import Runner, RunnerInfo, StepInput, StepOutput, pack_ints, unpack_ints
+from streamkv.server.app import create_app
+from streamkv.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+MODEL = "org/tiny"
+VOCAB_SIZE = 339
+MAX_MODEL_LEN = 512
+DEADLINE_S = 30.0
+
+
+class Server:
+    """A server on a free port of 127.0.0.1; `call` runs a coroutine on its event loop."""
+
+    def __init__(self, runner: Runner, config: ServerConfig, engine: dict[str, Any]) -> None:
+        self.runner = runner
+        self.tokenizer: Tokenizer = tiny_tokenizer()
+        self._config = config
+        self._engine_fields = {"model": MODEL, **engine}
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(256)
+        self.port: int = self._socket.getsockname()[1]
+        self.host = f"127.0.0.1:{self.port}"
+        self.url = f"http://{self.host}"
+        self._openai: openai.OpenAI | None = None
+        self._begun: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self._thread.start()
+        self._loop = self._begun.result(DEADLINE_S)
+
+    async def _main(self) -> None:
+        try:
+            self.engine = AsyncEngine(
+                runner=self.runner, tokenizer=self.tokenizer, **self._engine_fields
+            )
+            app = create_app(self.engine, self._config)
+            self._uvicorn = uvicorn.Server(
+                uvicorn.Config(
+                    app,
+                    http="httptools",
+                    ws="websockets-sansio",
+                    log_config=None,
+                    timeout_graceful_shutdown=5,
+                )
+            )
+        except BaseException as exc:
+            self._begun.set_exception(exc)
+            raise
+        self._begun.set_result(asyncio.get_running_loop())
+        await self._uvicorn.serve(sockets=[self._socket])
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
+
+    def close(self) -> None:
+        if self._openai is not None:
+            self._openai.close()
+        self._uvicorn.should_exit = True
+        self._thread.join(DEADLINE_S)
+        self._socket.close()
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    # --- what tests ask ----------------------------------------------------------------------
+
+    def wait_ready(self) -> None:
+        async def ready() -> None:
+            while self.engine.status_detail == "not started":
+                await asyncio.sleep(0)
+            await self.engine.wait_ready()
+
+        self.call(ready())
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Let the server's loop run until the condition holds on it."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while not condition():
+                    await asyncio.sleep(0)
+
+        self.call(wait())
+
+    def wait_idle(self) -> None:
+        """Until nothing runs, waits or holds a block."""
+
+        def idle() -> bool:
+            stats = self.engine.stats()
+            busy = stats.num_requests_running or stats.num_requests_waiting
+            return not busy and stats.kv_cache_usage_perc == 0
+
+        self.wait_until(idle)
+
+    def client(self, **options: Any) -> httpx.Client:
+        # Loading certificates would take longer than most tests.
+        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, verify=False, **options)
+
+    def openai(self, api_key: str = "none") -> openai.OpenAI:
+        if self._openai is None:
+            self._openai = openai.OpenAI(
+                base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=self.client()
+            )
+        return self._openai.with_options(api_key=api_key)
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+        )
+
+    # --- the oracle --------------------------------------------------------------------------
+
+    def chat_prompt(self, *messages: dict[str, Any]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(messages)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def answer(self, prompt: Sequence[int], num: int, **options: Any) -> list[int]:
+        """The fake model's greedy answer, end token included."""
+        return expected_tokens(
+            prompt, num, VOCAB_SIZE, end_token_ids=self.tokenizer.eos_token_ids, **options
+        )
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the tokens say: special tokens are silent, half a last character is dropped."""
+        data = b"".join(
+            self.tokenizer.token_bytes(token_id)
+            for token_id in token_ids
+            if token_id not in self.tokenizer.special_token_ids
+        )
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+
+
+class ScriptedRunner:
+    """A model that says the same to everybody: `script`, then its last token for ever."""
+
+    def __init__(self, script: Sequence[int]) -> None:
+        self._script = script
+        self._num_prompt_tokens: dict[int, int] = {}
+
+    def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
+        return fake_runner().info
+
+    def step(self, step: StepInput) -> StepOutput:
+        for added in step.added:
+            self._num_prompt_tokens[added.row] = added.num_prompt_tokens
+        scheduled = unpack_ints(step.scheduled)
+        sampled = [
+            self._script[min(start + count - self._num_prompt_tokens[row], len(self._script) - 1)]
+            for row, start, count, ask in zip(*[iter(scheduled)] * 4, strict=True)
+            if ask
+        ]
+        return StepOutput(step_id=step.step_id, sampled=pack_ints(sampled))
+
+    def close(self) -> None:
+        pass
+
+
+def fake_runner(**options: Any) -> FakeRunner:
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "max_model_len": MAX_MODEL_LEN,
+        "num_blocks": 1024,
+        "block_size": 16,
+    }
+    return FakeRunner(**(defaults | options))
+
+
+@contextmanager
+def serve(
+    runner: Runner | None = None, *, ready: bool = True, engine: Any = None, **config: Any
+) -> Iterator[Server]:
+    """A server for one test. `config` are ServerConfig's fields, `engine` EngineConfig's."""
+    server = Server(runner or fake_runner(), ServerConfig(**config), engine or {})
+    try:
+        if ready:
+            server.wait_ready()
+        yield server
+    finally:
+        server.close()

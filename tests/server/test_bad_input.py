@@ -1,0 +1,243 @@
+"""Whatever a client sends, the answer is a 4xx in OpenAI's shape that names the field at fault.
+
+Each case runs with and without `stream`: what is known before the first byte is a status, not an
+event.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Server, fake_runner, serve
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [USER], "max_tokens": 2} | fields
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "hi", "max_tokens": 2} | fields
+
+
+def said(**message: Any) -> dict[str, Any]:
+    return chat(messages=[USER, message])
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+# path, body, status, param
+CASES = [
+    (CHAT, {}, 400, "messages"),
+    (CHAT, chat(messages=[]), 400, "messages"),
+    (CHAT, chat(messages=None), 400, "messages"),
+    (CHAT, chat(messages="hi"), 400, "messages"),
+    (CHAT, chat(messages=[1]), 400, "messages[0]"),
+    (CHAT, chat(messages=[{"content": "hi"}]), 400, "messages[0].role"),
+    (CHAT, said(role="wizard", content="hi"), 400, "messages[1].role"),
+    (CHAT, said(role="user", content=7), 400, "messages[1].content"),
+    (CHAT, said(role="user", content=None), 400, "messages[1].content"),
+    (CHAT, said(role="user"), 400, "messages[1].content"),
+    (CHAT, said(role="user", content=[IMAGE]), 400, "messages[1].content[0]"),
+    (CHAT, said(role="user", content=[{"type": "text"}]), 400, "messages[1].content[0]"),
+    (CHAT, said(role="user", content=[{}]), 400, "messages[1].content[0].type"),
+    (
+        CHAT,
+        said(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+        400,
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    (CHAT, chat(model="gpt-none"), 404, "model"),
+    (CHAT, chat(model=3), 400, "model"),
+    (CHAT, chat(max_tokens=0), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=-1), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=1.5), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=10**6), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=10**30), 400, "max_tokens"),
+    (CHAT, chat(max_completion_tokens=0), 400, "max_completion_tokens"),
+    (CHAT, chat(max_completion_tokens=10**6), 400, "max_completion_tokens"),
+    (CHAT, chat(temperature=-0.1), 400, "temperature"),
+    (CHAT, chat(temperature="hot"), 400, "temperature"),
+    (CHAT, chat(temperature=True), 400, "temperature"),
+    (CHAT, chat(top_p=0), 400, "top_p"),
+    (CHAT, chat(top_p=1.01), 400, "top_p"),
+    (CHAT, chat(top_k=-2), 400, "top_k"),
+    (CHAT, chat(min_p=2), 400, "min_p"),
+    (CHAT, chat(n=0), 400, "n"),
+    (CHAT, chat(n=129), 400, "n"),
+    (CHAT, chat(n=10**30), 400, "n"),
+    (CHAT, chat(presence_penalty=2.1), 400, "presence_penalty"),
+    (CHAT, chat(frequency_penalty=-3), 400, "frequency_penalty"),
+    (CHAT, chat(repetition_penalty=0), 400, "repetition_penalty"),
+    (CHAT, chat(seed="x"), 400, "seed"),
+    (CHAT, chat(seed=2**64), 400, "seed"),
+    (CHAT, chat(stop=""), 400, "stop"),
+    (CHAT, chat(stop=["a", ""]), 400, "stop"),
+    (CHAT, chat(stop=["a"] * 17), 400, "stop"),
+    (CHAT, chat(stop=[1]), 400, "stop[0]"),
+    (CHAT, chat(stop_token_ids=[VOCAB_SIZE]), 400, "stop_token_ids"),
+    (CHAT, chat(stop_token_ids=[-1]), 400, "stop_token_ids[0]"),
+    (CHAT, chat(logit_bias={"x": 1}), 400, "logit_bias"),
+    (CHAT, chat(logit_bias={"1": 101}), 400, "logit_bias"),
+    (CHAT, chat(logit_bias={str(VOCAB_SIZE): 1}), 400, "logit_bias"),
+    (CHAT, chat(logit_bias={"-1": 1}), 400, "logit_bias"),
+    (CHAT, chat(min_tokens=3), 400, "min_tokens"),
+    (CHAT, chat(logprobs=2), 400, "logprobs"),
+    (CHAT, chat(top_logprobs=2), 400, "top_logprobs"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs"),
+    (CHAT, chat(stream_options=True), 400, "stream_options"),
+    (CHAT, chat(priority=2**40), 400, "priority"),
+    (CHAT, chat(request_id=""), 400, "request_id"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools"),
+    (CHAT, chat(tool_choice="required"), 400, "tool_choice"),
+    (CHAT, chat(functions=[{"name": "f"}]), 400, "functions"),
+    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
+    (CHAT, chat(audio={"voice": "x"}), 400, "audio"),
+    (CHAT, chat(modalities=["text", "audio"]), 400, "modalities"),
+    (CHAT, chat(prediction={"type": "content"}), 400, "prediction"),
+    (CHAT, chat(web_search_options={}), 400, "web_search_options"),
+    (CHAT, chat(reasoning_effort="high"), 400, "reasoning_effort"),
+    (CHAT, chat(prompt_logprobs=1), 400, "prompt_logprobs"),
+    (CHAT, chat(structured_outputs={"regex": "a"}), 400, "structured_outputs"),
+    (CHAT, chat(chat_template_kwargs={"messages": "x"}), 400, "chat_template_kwargs"),
+    (CHAT, chat(messages=[USER | {"content": "x" * 4000}]), 400, "messages"),
+    (TEXT, {}, 400, "prompt"),
+    (TEXT, text(prompt=None), 400, "prompt"),
+    (TEXT, text(prompt=""), 400, "prompt"),
+    (TEXT, text(prompt=[]), 400, "prompt"),
+    (TEXT, text(prompt=[[]]), 400, "prompt"),
+    (TEXT, text(prompt=["a", ""]), 400, "prompt"),
+    (TEXT, text(prompt=["a", 1]), 400, "prompt"),
+    (TEXT, text(prompt=["a", [1]]), 400, "prompt"),
+    (TEXT, text(prompt=[True]), 400, "prompt[0]"),
+    (TEXT, text(prompt=[1.5]), 400, "prompt[0]"),
+    (TEXT, text(prompt=[-1]), 400, "prompt[0]"),
+    (TEXT, text(prompt=[VOCAB_SIZE]), 400, "prompt"),
+    (TEXT, text(prompt=[2**31]), 400, "prompt[0]"),
+    (TEXT, text(prompt=[10**30]), 400, "prompt[0]"),
+    (TEXT, text(prompt=["a"] * 1025), 400, "prompt"),
+    (TEXT, text(prompt=[5] * MAX_MODEL_LEN), 400, "prompt"),
+    (TEXT, text(prompt=[[5], [5] * MAX_MODEL_LEN]), 400, "prompt"),
+    (TEXT, text(model="x/y"), 404, "model"),
+    (TEXT, text(logprobs=True), 400, "logprobs"),
+    (TEXT, text(logprobs=21), 400, "logprobs"),
+    (TEXT, text(logprobs=1, echo=True), 400, "echo"),
+    (TEXT, text(best_of=2), 400, "best_of"),
+    (TEXT, text(suffix="end"), 400, "suffix"),
+    (TEXT, text(prompt_embeds="AA=="), 400, "prompt_embeds"),
+    (TEXT, text(max_tokens=0), 400, "max_tokens"),
+]
+
+
+def check_error(answer: httpx.Response, status: int, param: str | None) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    CASES,
+    ids=[f"{path[4:8]}-{param}-{i}" for i, (path, _, _, param) in enumerate(CASES)],
+)
+def test_a_bad_field_is_named(
+    server: Server, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    with server.client() as client:
+        for stream in ({}, {"stream": True}):
+            check_error(client.post(path, json=body | stream), status, param)
+
+
+MALFORMED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b'{"prompt": "a"} x',
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\xed\xa0\x80"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "\\udc00 x"}',
+    b"\xff\xfe{}",
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "temperature": 1e999}',
+    b'{"prompt": "a", "temperature": Infinity}',
+    b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    b'{"prompt": ' + b"[" * 100_000,
+    b'{"prompt": "a", "unknown": ' + b'{"a":' * 100_000,
+    b'{"prompt": "a", "response_format": ' + b"[" * 900 + b"]" * 900 + b"}",
+]
+
+
+@pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_body_that_is_no_request_is_a_400(server: Server, body: bytes) -> None:
+    with server.client() as client:
+        for path in (TEXT, CHAT):
+            answer = client.post(path, content=body)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_stream_options_need_a_stream(server: Server) -> None:
+    with server.client() as client:
+        for path, body in ((CHAT, chat()), (TEXT, text())):
+            answer = client.post(path, json=body | {"stream_options": {"include_usage": True}})
+            check_error(answer, 400, "stream_options")
+
+
+def test_a_body_over_the_limit_is_a_413_announced_or_not(server: Server) -> None:
+    body = json.dumps(text(prompt="x" * 2000)).encode()
+    with serve(max_body_bytes=1024) as small, small.client() as client:
+        error = check_error(client.post(TEXT, content=body), 413, None)
+        assert "1024 bytes" in error["message"]
+        chunks = iter([body[:600], body[600:1200], body[1200:]])
+        check_error(client.post(TEXT, content=chunks), 413, None)
+        assert client.post(TEXT, json=text(model=MODEL)).status_code == 200
+
+
+def test_errors_have_the_code_and_class_clients_look_for(server: Server) -> None:
+    create = server.openai().chat.completions.create
+    with pytest.raises(openai.NotFoundError) as unknown:
+        create(model="nope", messages=[USER])
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        create(model=MODEL, messages=[USER], max_tokens=10**5, stream=True)
+    assert too_long.value.code == "context_length_exceeded"
+
+
+def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
+    with server.client() as client:
+        for method, path, status in (
+            ("GET", "/v1/nothing", 404),
+            ("POST", "/v1/nothing", 404),
+            ("GET", "/../etc/passwd", 404),
+            ("GET", "/.hidden", 404),
+            ("GET", CHAT, 405),
+            ("DELETE", "/health", 405),
+        ):
+            answer = client.request(method, path)
+            check_error(answer, status, None)
+
+
+def test_a_request_id_in_use_is_refused() -> None:
+    gate = threading.Semaphore(3)
+    body = chat(request_id="twice", max_tokens=20, ignore_eos=True, stream=True)
+    with serve(fake_runner(gate=gate)) as gated, gated.client() as client:
+        with client.stream("POST", CHAT, json=body) as first:
+            lines = first.iter_lines()
+            next(lines)
+            check_error(client.post(CHAT, json=chat(request_id="twice")), 400, "request_id")
+            gate.release(100)
+            assert [line for line in lines if line][-1] == "data: [DONE]"

@@ -1,0 +1,320 @@
+"""POST /v1/responses with the official client: JSON and server-sent events."""
+
+from __future__ import annotations
+
+import json
+import threading
+from itertools import groupby
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fakes import FakeRunner, fake_logprobs
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Server, fake_runner, serve
+
+STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+USER = {"role": "user", "content": "the quick brown fox"}
+ORDER = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+]
+
+
+def create(server: Server, **body: Any) -> Response:
+    """The answer to a greedy request, strictly as the official model says."""
+    with server.client() as client:
+        request = {"model": MODEL, "input": USER["content"], "temperature": 0} | body
+        answer = client.post("/v1/responses", json=request)
+    assert answer.status_code == 200, answer.text
+    return Response.model_validate_json(answer.content, strict=True)
+
+
+def refused(server: Server, **body: Any) -> httpx.Response:
+    with server.client() as client:
+        return client.post("/v1/responses", json={"input": "hi", "temperature": 0} | body)
+
+
+def sse_events(body: str) -> list[Any]:
+    """All events, each checked against the official union and its `event:` line."""
+    events = []
+    for block in body.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        event = STREAM_EVENT.validate_json(data.removeprefix("data: "), strict=True)
+        assert name == f"event: {event.type}"
+        events.append(event)
+    return events
+
+
+def test_the_json_answer_is_the_models_text_in_openais_shape(server: Server) -> None:
+    prompt = server.chat_prompt(USER)
+    response = create(server, max_output_tokens=9, min_tokens=9, metadata={"job": "7"})
+    assert response.output_text == server.text(server.answer(prompt, 9, min_tokens=9))
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (len(prompt), 9)
+    assert response.usage.total_tokens == len(prompt) + 9
+    assert (response.model, response.metadata) == (MODEL, {"job": "7"})
+    assert response.output[0].id.startswith("msg_") and response.id.startswith("resp_")
+
+
+def test_a_response_that_stops_by_itself_is_completed(server: Server) -> None:
+    whole = create(server, max_output_tokens=20, ignore_eos=True).output_text
+    stop = whole[5:7]
+    response = create(server, max_output_tokens=20, ignore_eos=True, stop=stop)
+    assert response.output_text == whole[: whole.index(stop)]
+    assert (response.status, response.incomplete_details) == ("completed", None)
+    assert response.completed_at is not None and response.completed_at >= response.created_at
+
+
+def test_streamed_events_come_in_order_and_tell_what_the_json_answer_tells(server: Server) -> None:
+    body = {"model": MODEL, "input": USER["content"], "temperature": 0, "max_output_tokens": 30}
+    with server.client() as client:
+        events = sse_events(client.post("/v1/responses", json=body | {"stream": True}).text)
+    assert [name for name, _ in groupby(event.type for event in events)] == [
+        *ORDER,
+        "response.incomplete",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    final = events[-1].response
+    assert text == final.output_text == create(server, max_output_tokens=30).output_text
+    done = {event.type: event for event in events}
+    assert done["response.output_text.done"].text == text
+    assert done["response.content_part.done"].part.text == text
+    assert done["response.output_item.done"].item == final.output[0]
+    assert (events[0].response.status, events[0].response.output) == ("in_progress", [])
+
+
+def test_the_official_client_streams_and_its_helper_collects(server: Server) -> None:
+    text = server.text(server.answer(server.chat_prompt(USER), 12, min_tokens=12))
+    body: dict[str, Any] = {"model": MODEL, "input": USER["content"], "temperature": 0}
+    body["extra_body"] = {"min_tokens": 12, "stop_token_ids": list(range(VOCAB_SIZE))}
+    with server.openai() as client:
+        with client.responses.create(**body, max_output_tokens=12, stream=True) as stream:
+            deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
+        assert deltas  # all ids are stop ids: the last possible token ends it
+        del body["extra_body"]["stop_token_ids"]
+        with client.responses.stream(**body, max_output_tokens=12) as stream:
+            collected = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+        response = client.responses.create(**body, max_output_tokens=12)
+    assert collected == response.output_text == text
+
+
+def test_the_helpers_final_response_is_the_completed_one(server: Server) -> None:
+    whole = create(server, max_output_tokens=20, ignore_eos=True).output_text
+    with server.openai() as client:
+        with client.responses.stream(
+            model=MODEL,
+            input=USER["content"],
+            temperature=0,
+            extra_body={"stop": [whole[4:6]], "ignore_eos": True},
+        ) as stream:
+            response = stream.get_final_response()
+    assert response.output_text == whole[: whole.index(whole[4:6])]
+    assert response.status == "completed"
+
+
+def test_instructions_and_items_become_the_conversation_the_model_reads(server: Server) -> None:
+    items = [
+        {"role": "developer", "content": "be short"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "two", "annotations": []}],
+        },
+        {"role": "user", "content": "three"},
+    ]
+    response = create(server, instructions="be kind", input=items, max_output_tokens=8)
+    prompt = server.chat_prompt(
+        {"role": "system", "content": "be kind"},
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    )
+    assert response.output_text == server.text(server.answer(prompt, 8))
+    assert response.instructions == "be kind"
+
+
+def test_cached_prompt_tokens_are_counted(server: Server) -> None:
+    text = "a prompt that no other test sends, long enough to fill some blocks of the cache"
+    first = create(server, input=text, max_output_tokens=1).usage
+    again = create(server, input=text, max_output_tokens=1).usage
+    assert first is not None and again is not None
+    assert again.input_tokens_details.cached_tokens > 0
+    assert again.input_tokens_details.cached_tokens < again.input_tokens == first.input_tokens
+
+
+@pytest.mark.parametrize(
+    "asked", [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"top_logprobs": 2}]
+)
+def test_logprobs_come_with_every_token(server: Server, asked: dict[str, Any]) -> None:
+    token_ids = server.answer(server.chat_prompt(USER), 6, min_tokens=6)
+    response = create(server, max_output_tokens=6, min_tokens=6, **asked)
+    part = response.output[0].content[0]  # type: ignore[union-attr]
+    logprobs = part.logprobs  # type: ignore[union-attr]
+    assert logprobs is not None
+    assert [bytes(entry.bytes) for entry in logprobs] == [
+        server.tokenizer.token_bytes(token_id) for token_id in token_ids
+    ]
+    assert [entry.logprob for entry in logprobs] == [
+        fake_logprobs(token_id, 2, VOCAB_SIZE).logprob for token_id in token_ids
+    ]
+    assert {len(entry.top_logprobs) for entry in logprobs} == {2}
+
+
+def test_the_sampled_tokens_logprob_alone_can_be_asked_for(server: Server) -> None:
+    response = create(server, max_output_tokens=3, include=["message.output_text.logprobs"])
+    logprobs = response.output[0].content[0].logprobs  # type: ignore[union-attr]
+    assert logprobs and all(entry.top_logprobs == [] for entry in logprobs)
+
+
+def test_every_optional_field_may_be_null(server: Server) -> None:
+    from streamkv.server.response_request import NOT_HONOURED, ResponseRequest
+
+    names = {*ResponseRequest.__struct_fields__, *NOT_HONOURED} - {"input", "max_output_tokens"}
+    response = create(server, **dict.fromkeys(names), max_output_tokens=2)
+    assert (response.temperature, response.top_p, response.model) == (1.0, 1.0, MODEL)
+
+
+def test_what_means_nothing_here_is_accepted_and_told_truly(server: Server) -> None:
+    response = create(
+        server,
+        max_output_tokens=2,
+        store=True,
+        user="u",
+        service_tier="flex",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        parallel_tool_calls=False,
+        tools=[],
+        tool_choice="auto",
+        truncation="disabled",
+        background=False,
+        reasoning={"effort": "none", "summary": None},
+        text={"format": {"type": "text"}, "verbosity": "medium"},
+        include=["reasoning.encrypted_content"],
+    )
+    extra = response.model_extra or {}
+    assert (extra["store"], response.service_tier, response.user) == (False, "default", "u")
+    assert response.parallel_tool_calls is False and response.prompt_cache_key == "k"
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("tools", {"tools": [{"type": "function", "name": "f", "parameters": {}}]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("text.format.type", {"text": {"format": {"type": "json_object"}}}),
+        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("reasoning.effort", {"reasoning": {"effort": "high"}}),
+        ("reasoning.summary", {"reasoning": {"summary": "auto"}}),
+        ("background", {"background": True}),
+        ("conversation", {"conversation": "conv_1"}),
+        ("prompt", {"prompt": {"id": "pmpt_1"}}),
+        ("truncation", {"truncation": "auto"}),
+        ("include", {"include": ["no.such.thing"]}),
+        ("top_logprobs", {"top_logprobs": 21}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("max_output_tokens", {"max_output_tokens": MAX_MODEL_LEN}),
+        ("max_tokens", {"max_tokens": 5}),
+        ("temperature", {"temperature": -1}),
+        ("metadata", {"metadata": {"key": "v" * 513}}),
+        ("input", {"input": None}),
+        ("input", {"input": []}),
+        ("input", {"input": 7}),
+        ("input", {"input": "the fox " * MAX_MODEL_LEN}),
+        ("input[0].type", {"input": [{"type": "function_call_output", "output": "x"}]}),
+        ("input[1].role", {"input": [USER, {"content": "x"}]}),
+        ("input[0].role", {"input": [{"role": "tool", "content": "x"}]}),
+        ("input[0].content", {"input": [{"role": "user"}]}),
+        (
+            "input[0].content[0].type",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        ),
+        (
+            "input[0].content[0].text",
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        ),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("return_token_ids", {"return_token_ids": True}),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    server: Server, param: str, body: dict[str, Any]
+) -> None:
+    answer = refused(server, **body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    assert error["param"].removesuffix("[0]" if param == "include" else "").startswith(param)
+    assert error["message"].startswith(param) and error["type"] == "invalid_request_error"
+
+
+def test_errors_before_the_first_byte_have_a_status_also_when_streaming(server: Server) -> None:
+    with server.openai() as client:
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.responses.create(model="other", input="hi", stream=True)
+        with pytest.raises(openai.BadRequestError) as too_long:
+            client.responses.create(model=MODEL, input="fox " * MAX_MODEL_LEN, stream=True)
+        with pytest.raises(openai.BadRequestError) as not_kept:
+            client.responses.create(model=MODEL, input="hi", previous_response_id="resp_9")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
+    assert not_kept.value.code == "previous_response_not_found"
+
+
+def test_a_failure_on_the_device_is_an_error_status_or_the_last_event() -> None:
+    runner = fake_runner()
+    body = {"model": MODEL, "input": "hi", "temperature": 0, "max_output_tokens": 40}
+    with serve(runner) as server, server.client() as client:
+        runner.fail_next = "broken"
+        assert client.post("/v1/responses", json=body).status_code == 500
+        runner.fail_next = "broken"
+        events = sse_events(client.post("/v1/responses", json=body | {"stream": True}).text)
+        assert create(server, max_output_tokens=4).output_text
+    assert [event.type for event in events][-1:] == ["response.failed"]
+    failed = events[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_leaving_a_stream_early_gives_its_blocks_back_within_two_steps() -> None:
+    gate = threading.Semaphore(4)
+    with serve(fake_runner(gate=gate)) as server:
+        with server.openai() as client:
+            stream = client.responses.create(model=MODEL, input="hi", stream=True, temperature=0)
+            assert next(event for event in stream if event.type.endswith("delta"))
+            stream.close()
+            server.wait_until(lambda: server.engine.stats().request_success_total["abort"] == 1)
+            gate.release(2)
+            server.wait_idle()
+        gate.release(1000)
+
+
+def test_the_event_lines_are_json_on_one_line_each(server: Server) -> None:
+    body = {"input": "hi", "temperature": 0, "max_output_tokens": 3, "stream": True}
+    with server.client() as client, client.stream("POST", "/v1/responses", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = list(answer.iter_lines())
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert len(data) * 3 == len(lines)
+    assert all("stream_id" not in event for event in data)
+
+
+def test_the_runner_never_saw_wrong_books(server: Server) -> None:
+    server.wait_idle()
+    assert isinstance(server.runner, FakeRunner) and server.runner.violations == []

@@ -1,0 +1,114 @@
+"""Detokenizer: any split of any ids gives the tokenizer's decode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from corpus import TEXTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import sentencepiece_backend, tiny_tokenizer
+
+from streamkv.text.detokenizer import Detokenizer
+from streamkv.text.tokenizer import Tokenizer
+
+TINY = tiny_tokenizer()
+
+
+def stream(
+    tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], *, skip: bool = True
+) -> list[str]:
+    """The texts of pushing the ids in pieces, cut at these places."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    places = sorted(cut % (len(token_ids) + 1) for cut in cuts)
+    bounds = zip([0, *places], [*places, len(token_ids)], strict=True)
+    return [*(detokenizer.push(token_ids[a:b]) for a, b in bounds), detokenizer.flush()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(), st.lists(st.integers(0, 2**16)))
+def test_any_text_survives_any_split(text: str, cuts: list[int]) -> None:
+    texts = stream(TINY, TINY.encode(text), cuts, skip=False)
+    assert "".join(texts) == text
+    assert text.count("\ufffd") == sum(piece.count("\ufffd") for piece in texts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, TINY.vocab_size + 3)), st.lists(st.integers(0, 2**16)), st.booleans()
+)
+def test_any_ids_give_what_tokenizers_decodes(
+    token_ids: list[int], cuts: list[int], skip: bool
+) -> None:
+    expected = TINY.decode(token_ids, skip_special_tokens=skip)
+    got = "".join(stream(TINY, token_ids, cuts, skip=skip))
+    assert got == expected or got == expected[:-1] and expected.endswith("\ufffd")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_default_model_streams_each_text_token_by_token(
+    default_tokenizer: Tokenizer, text: str
+) -> None:
+    ids = default_tokenizer.encode(text)
+    one_by_one = stream(default_tokenizer, ids, list(range(len(ids))), skip=False)
+    # a few control characters have no token in this vocabulary
+    assert "".join(one_by_one) == default_tokenizer.decode(ids, skip_special_tokens=False)
+    assert "\ufffd" not in "".join(one_by_one)
+
+
+def test_a_character_is_held_until_its_last_byte() -> None:
+    ids = TINY.encode("a👋b")
+    detokenizer = Detokenizer(TINY)
+    assert [detokenizer.push([i]) for i in ids] == ["a", "", "", "", "👋", "b"]
+
+
+def test_special_tokens_are_skipped_unless_asked_for() -> None:
+    ids = TINY.encode("<|im_start|>hi<|im_end|>")
+    assert Detokenizer(TINY).push(ids) == "hi"
+    shown = Detokenizer(TINY, skip_special_tokens=False).push(ids)
+    assert shown == "<|im_start|>hi<|im_end|>"
+
+
+def test_a_skipped_token_does_not_break_a_character() -> None:
+    first, *rest = TINY.encode("👋")
+    assert Detokenizer(TINY).push([first, 2, *rest]) == "👋"
+
+
+def test_the_end_drops_an_incomplete_character() -> None:
+    detokenizer = Detokenizer(TINY)
+    assert detokenizer.push(TINY.encode("a👋")[:-1]) == "a"
+    assert detokenizer.flush() == ""
+    assert detokenizer.push(TINY.encode("b")) == "b"
+
+
+def test_bytes_that_are_no_utf8_become_replacement_characters() -> None:
+    start_byte = TINY.encode("é")[0]
+    assert Detokenizer(TINY).push([start_byte, *TINY.encode("ab")]) == "\ufffdab"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace"])
+def test_sentencepiece_streams_give_what_tokenizers_decodes(
+    kind: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    tokenizer = sentencepiece(kind, tmp_path_factory)
+    alphabet = " abcdefghij" if kind == "metaspace" else " abchē日😀"
+    text = data.draw(st.text(alphabet))
+    ids = [1, *tokenizer.encode(text), 2, *tokenizer.encode(text[::-1])]
+    cuts = data.draw(st.lists(st.integers(0, 2**16)))
+    for skip in (True, False):
+        expected = tokenizer.decode(ids, skip_special_tokens=skip)
+        assert "".join(stream(tokenizer, ids, cuts, skip=skip)) == expected
+
+
+_BUILT: dict[str, Tokenizer] = {}
+
+
+def sentencepiece(kind: str, folders: pytest.TempPathFactory) -> Tokenizer:
+    if kind not in _BUILT:
+        folder: Path = folders.mktemp(kind)
+        sentencepiece_backend(kind).save(str(folder / "tokenizer.json"))
+        _BUILT[kind] = Tokenizer.from_folder(folder)
+    return _BUILT[kind]
