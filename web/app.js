@@ -48,7 +48,11 @@ function update(changes) {
 }
 
 function recall(storage, name, fallback) {
-  return JSON.parse(storage.getItem(`streamkv.${name}`)) ?? fallback;
+  try {
+    return JSON.parse(storage.getItem(`streamkv.${name}`)) ?? fallback;
+  } catch {
+    return fallback; // not of our making
+  }
 }
 
 function keep(storage, name, value) {
@@ -213,25 +217,27 @@ function render() {
 
 const LINK_TEXT = { probing: "Connecting", opening: "Connecting", loading: "Loading the model", locked: "Key needed" };
 
-function renderLink({ phase, model, detail }) {
-  $("link").dataset.phase = phase;
-  $("link-text").textContent = phase === "ready" ? model : LINK_TEXT[phase] ?? "Not connected";
-  const [text, label, action] =
-    phase === "waiting"
-      ? [`${detail}. Trying again …`, "Retry now", "retry"]
-      : phase === "locked"
-        ? ["The server asks for an API key", "Enter key", "enter-key"]
-        : phase === "loading" && state.messages.length
-          ? [`Loading the model: ${detail}`]
-          : state.editing
-            ? ["Sending replaces this message and what follows it", "Cancel", "cancel-edit"]
-            : [state.notice];
+function renderLink({ phase, model }) {
+  const isRetrying = state.link.attempt > 0 && phase !== "locked";
+  $("link").dataset.phase = isRetrying ? "waiting" : phase;
+  $("link-text").textContent = phase === "ready" ? model : isRetrying ? "Not connected" : LINK_TEXT[phase];
+  const { text, isError = false, label = "", action = "" } = notice(isRetrying, state);
   $("notice").hidden = !text;
-  $("notice").classList.toggle("error", Boolean(text) && text === state.notice);
+  $("notice").classList.toggle("error", isError);
   $("notice-text").textContent = text;
   $("notice-action").hidden = !label;
-  $("notice-action").textContent = label ?? "";
-  $("notice-action").dataset.action = action ?? "";
+  $("notice-action").textContent = label;
+  $("notice-action").dataset.action = action;
+}
+
+/** The one line above the composer: what most needs saying. */
+function notice(isRetrying, { link: { phase, detail }, messages, editing, notice }) {
+  if (isRetrying) return { text: `${detail}. Trying again …`, label: "Retry now", action: "retry" };
+  if (phase === "locked") return { text: "The server asks for an API key", label: "Enter key", action: "enter-key" };
+  if (phase === "loading" && messages.length) return { text: `Loading the model: ${detail}` };
+  if (notice) return { text: notice, isError: true };
+  if (!editing) return { text: "" };
+  return { text: "Sending replaces this message and what follows it", label: "Cancel", action: "cancel-edit" };
 }
 
 function renderWelcome({ phase, detail }) {

@@ -5,6 +5,7 @@
 export const SUBPROTOCOL = "realtime"; // offered beside the key: a browser wants one to be chosen
 const KEY_PREFIX = "openai-insecure-api-key.";
 const PROBE_MS = 1000; // between looks at a server that is loading
+const PROBE_TIMEOUT_MS = 10_000;
 const LONGEST_WAIT_MS = 10_000;
 
 /** Wait before attempt number `attempt` (1, 2, …): doubled each time, with up to a fifth of jitter. */
@@ -27,7 +28,7 @@ export function nextLink(link, event) {
     case "locked":
       return { ...link, phase: "locked", detail: event.detail };
     case "found":
-      return { ...link, phase: "opening", model: event.model, detail: "" };
+      return { ...link, phase: "opening", model: event.model };
     case "opened":
       return { ...link, phase: "ready", attempt: 0, detail: "" };
     case "lost":
@@ -97,7 +98,7 @@ function outcome({ type, response }) {
 /** What an error event, or a failed response, says went wrong. */
 export function errorText({ error }) {
   const text = error?.message || error?.code || "the server reported an error without saying which";
-  return error?.param ? `${text} (${error.param})` : text;
+  return error?.param && !text.includes(error.param) ? `${error.param}: ${text}` : text;
 }
 
 /** What to say under an answer: token count, tokens/s, time to first token, share of cached prompt. */
@@ -157,13 +158,14 @@ export class Link {
 
   async #probe() {
     const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
+    const options = { headers, signal: AbortSignal.timeout(PROBE_TIMEOUT_MS) };
     try {
-      const health = await fetch(`${this.origin}/health`, { headers });
+      const health = await fetch(`${this.origin}/health`, options);
       const state = await health.json().catch(() => ({}));
       const detail = state.detail || state.error?.message || state.status || "";
       if (health.status === 503 && state.status === "loading") return { type: "loading", detail };
       if (!health.ok) return { type: "lost", detail: detail || `the server answers ${health.status}` };
-      const models = await fetch(`${this.origin}/v1/models`, { headers });
+      const models = await fetch(`${this.origin}/v1/models`, options);
       const body = await models.json().catch(() => ({}));
       const refusal = body.error?.message || "";
       if (models.status === 401 || models.status === 403) return { type: "locked", detail: refusal };

@@ -220,8 +220,9 @@ class Scheduler:
         pool = self._kv.pool
         num_new = self._kv.num_blocks_for(num_tokens) - len(sequence.block_table)
         while pool.num_free < num_new:
+            last = self._running[-1]
             will_be_free = pool.num_free + self._num_releasing_blocks
-            if will_be_free >= num_new or self._running[-1] is sequence:
+            if will_be_free >= num_new or last is sequence or last.num_uncomputed_tokens == 0:
                 return False
             self._preempt(self._running.pop(), plan)
         return True

@@ -14,23 +14,18 @@ import asyncio
 import enum
 import functools
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from ..config import EngineConfig
 from ..core.scheduler import Scheduler
 from ..errors import (
-    ConfigError,
     EngineDeadError,
     EngineNotReadyError,
     InvalidRequestError,
-    OverloadedError,
     StreamkvError,
     UnknownModelError,
 )
@@ -39,7 +34,7 @@ from ..text.tokenizer import Tokenizer
 from .admission import build_request, check_prompt, check_unicode
 from .device_thread import DeviceThread
 from .engine_loop import EngineLoop, EngineStats
-from .loading import build_model
+from .loading import build_model, resolve_config
 from .mailbox import Mailbox
 from .stream import Admission, TokenStream
 
@@ -48,7 +43,6 @@ __all__ = ["AsyncEngine", "EngineStats", "EngineStatus"]
 logger = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS = 8192  # tokenizing more than this would hold up the loop: a thread does it
-MAX_RETRY_AFTER_S = 60
 
 
 class EngineStatus(enum.StrEnum):
@@ -77,7 +71,7 @@ class AsyncEngine:
     ) -> None:
         """`overrides` are fields of EngineConfig. A runner or tokenizer that is given is used
         instead of the model's own. ConfigError."""
-        self.config = _resolve_config(config, overrides)
+        self.config = resolve_config(config, overrides)
         self.created_s = int(time.time())
         self.model_ids: tuple[str, ...] = (self.config.model_id,)
         self._status = EngineStatus.LOADING
@@ -244,7 +238,7 @@ class AsyncEngine:
             cache_salt=stream.cache_salt,
         )
         loop.scheduler.check_admissible(request)
-        self._check_queue(loop, request.sampling.n)
+        loop.check_queue(request.sampling.n, self.config.max_num_queued_reqs)
         if request.request_id in loop:
             raise InvalidRequestError(
                 f"request_id: expected one that is not in use, got {request.request_id!r}",
@@ -274,21 +268,6 @@ class AsyncEngine:
                 f"the model is loading ({self.status_detail}): try again in a few seconds"
             )
         return EngineDeadError(f"the engine serves nobody any more: {self.status_detail}")
-
-    def _check_queue(self, loop: EngineLoop, num_choices: int) -> None:
-        """Refuse what would make the queue longer than its limit. An empty queue takes anything,
-        so that a request with many choices is not refused for ever."""
-        limit = self.config.max_num_queued_reqs
-        if loop.scheduler.num_waiting + num_choices <= limit:
-            return
-        num_waiting = loop.start_waiting()
-        if num_waiting and num_waiting + num_choices > limit:
-            # A guess, for want of a better one: a full set of rows is served in a second.
-            rounds = math.ceil(num_waiting / self.config.max_num_seqs)
-            raise OverloadedError(
-                f"the queue is full: {num_waiting} are waiting, at most {limit} may; try again",
-                retry_after_s=min(rounds, MAX_RETRY_AFTER_S),
-            )
 
     # --- from the device ---------------------------------------------------------------------
 
@@ -358,19 +337,3 @@ class AsyncEngine:
         self._status = status
         if status is not EngineStatus.LOADING:
             self._settled.set()
-
-
-def _resolve_config(
-    config: EngineConfig | str | None, overrides: Mapping[str, Any]
-) -> EngineConfig:
-    """The configuration with the overrides applied and every range checked. ConfigError."""
-    if isinstance(config, str):
-        config = EngineConfig(model=config)
-    fields = msgspec.to_builtins(config or EngineConfig())
-    for name in overrides:
-        if name not in fields:
-            raise ConfigError(f"expected a field of EngineConfig ({', '.join(fields)}), got {name}")
-    try:
-        return msgspec.convert(fields | dict(overrides), EngineConfig)
-    except msgspec.ValidationError as exc:
-        raise ConfigError(f"EngineConfig: {exc}") from None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -29,7 +30,7 @@ import msgspec
 
 from ..core.scheduler import Scheduler, TokenEvent
 from ..core.sequence import Sequence
-from ..errors import EngineDeadError, GenerationError
+from ..errors import EngineDeadError, GenerationError, OverloadedError
 from ..protocol import FinishReason, Request, StepInput, StepOutput
 from .mailbox import Mailbox
 
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then the device is taken for broken
 CHECK_INTERVAL_S = 10.0
+MAX_RETRY_AFTER_S = 60
 
 
 class Entry(NamedTuple):
@@ -113,11 +115,21 @@ class EngineLoop:
             entry.mailbox.finish(FinishReason.ABORT)
             self._forget(entry)
 
-    def start_waiting(self) -> int:
-        """Start what can start now; return how many choices still wait for a place."""
+    def check_queue(self, num_choices: int, limit: int) -> None:
+        """Raise OverloadedError if more than `limit` choices would wait. An empty queue takes any
+        number, so that no request is refused for ever."""
+        if self.scheduler.num_waiting + num_choices <= limit:
+            return
         if self._turn_due:
-            self._turn()
-        return self.scheduler.num_waiting
+            self._turn()  # what came in this loop iteration may have a place already
+        num_waiting = self.scheduler.num_waiting
+        if num_waiting and num_waiting + num_choices > limit:
+            # A guess, for want of a better one: all that run now are done in a second.
+            rounds = math.ceil(num_waiting / max(self.scheduler.num_running, 1))
+            raise OverloadedError(
+                f"the queue is full: {num_waiting} are waiting, at most {limit} may; try again",
+                retry_after_s=min(rounds, MAX_RETRY_AFTER_S),
+            )
 
     def stop(self) -> None:
         """End every request with ABORT; no step is sent, no output taken any more. Idempotent."""

@@ -1,16 +1,19 @@
 """From a configuration to a runner and a tokenizer: the one place where the engine builds them.
 
-Owns the order of loading. It must not know requests or the event loop; it runs on the device
-thread. Invariant: importing this module imports nothing heavy, calling it with a runner and a
-tokenizer given imports nothing at all.
+Owns the order of loading and the check of the configuration. It must not know requests or the
+event loop; building happens on the device thread. Invariant: importing this module imports nothing
+heavy, and building from a given runner and tokenizer imports nothing at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from ..config import EngineConfig
+from ..errors import ConfigError
 from ..protocol import Runner
 from ..text.tokenizer import Tokenizer
 
@@ -18,6 +21,20 @@ if TYPE_CHECKING:
     from ..weights.hub import Checkpoint
 
 Progress = Callable[[str, float], None]
+
+
+def resolve_config(config: EngineConfig | str | None, overrides: Mapping[str, Any]) -> EngineConfig:
+    """The configuration with the overrides applied and every range checked. ConfigError."""
+    if isinstance(config, str):
+        config = EngineConfig(model=config)
+    fields = msgspec.to_builtins(config or EngineConfig())
+    for name in overrides:
+        if name not in fields:
+            raise ConfigError(f"expected a field of EngineConfig ({', '.join(fields)}), got {name}")
+    try:
+        return msgspec.convert(fields | dict(overrides), EngineConfig)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"EngineConfig: {exc}") from None
 
 
 class Model(NamedTuple):

@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def rotary(qkv: Tensor, positions: Tensor, cos_sin: Tensor, shape: AttentionShape) -> Tensor:
     """Rotary position embedding of Q and K (Su et al., 2021), NeoX pairs: (i, i + head_dim/2)."""
     num_rotated = shape.num_heads + shape.num_kv_heads
-    heads = qkv.view(len(qkv), -1, shape.head_dim)  # [T, Q heads + K heads + V heads, head_dim]
+    heads = qkv.unflatten(1, (-1, shape.head_dim))  # [T, Q heads + K heads + V heads, head_dim]
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim / 2] each
     first, second = heads[:, :num_rotated].float().chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -52,7 +52,7 @@ def store_kv(
 ) -> None:
     """Each token's K and V heads to its slot: a block, and an offset in it."""
     block_size = kv_cache.shape[4]
-    heads = qkv.view(len(qkv), -1, shape.head_dim)
+    heads = qkv.unflatten(1, (-1, shape.head_dim))
     # [T, 2, num_kv_heads, head_dim]
     kv = heads[:, shape.num_heads :].unflatten(1, (2, shape.num_kv_heads))
     kv_cache[:, layer][slots // block_size, :, :, slots % block_size] = kv

@@ -131,6 +131,7 @@ class ModelRunner:
         # One block, and an override, are given whatever is left.
         self._reserve(budget, "KV cache", plan.num_bytes, overcommit=True)
         ops = Eager(kernels, weights, self._allocate_kv_cache(model.config, plan, dtype))
+        self._try_out(model, ops)
         self._loaded = _Loaded(model, ops, _build_rows(config, plan, model.config))
         info = RunnerInfo(
             device=str(self._device),
@@ -188,6 +189,26 @@ class ModelRunner:
             ) from exc
 
     @torch.inference_mode()
+    def _try_out(self, model: LlamaForCausalLM, ops: Eager) -> None:
+        """Compute one token, so that kernels that can't serve this model say so at load."""
+        zero = torch.zeros(1, dtype=torch.int32, device=self._device)
+        batch = Batch(
+            token_ids=zero,
+            positions=zero,
+            slots=zero,
+            query_start=torch.arange(2, dtype=torch.int32, device=self._device),
+            context_lens=zero + 1,
+            block_tables=zero[:, None],
+            logit_rows=zero,
+        )
+        try:
+            model.logits(ops, model.forward(ops, batch))
+        except (RuntimeError, ValueError) as exc:
+            raise ModelLoadError(
+                f"the kernels can't run this model: {exc}; try --ops reference"
+            ) from exc
+
+    @torch.inference_mode()
     def _run(self, step: StepInput) -> Sampled:
         if self._loaded is None:
             raise ModelLoadError("no model is loaded")
@@ -239,7 +260,10 @@ def _workspace_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     heads = model_config.num_attention_heads + 2 * model_config.num_key_value_heads
     widths = 4 * model_config.hidden_size + 3 * model_config.intermediate_size
     per_token = 4 * (widths + 2 * heads * model_config.head_dim)
-    return config.max_num_batched_tokens * per_token + config.max_num_seqs * model_config.vocab_size * 12
+    return (
+        config.max_num_batched_tokens * per_token
+        + config.max_num_seqs * model_config.vocab_size * 12
+    )
 
 
 def _build_rows(config: EngineConfig, plan: KVCachePlan, model_config: ModelConfig) -> Rows:

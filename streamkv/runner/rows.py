@@ -109,7 +109,7 @@ class Rows:
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         if query_start[-1] == len(rows):  # one token each: nothing to spread out
-            token_rows, positions = rows, np.ascontiguousarray(starts)
+            token_rows, positions = rows, starts.copy()
         else:
             token_rows = np.repeat(rows, counts)
             offsets = np.repeat(starts - query_start[:-1], counts)

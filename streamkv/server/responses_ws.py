@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from contextlib import suppress
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -135,9 +136,9 @@ class ResponsesSocket:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if too_big:
-            await websocket.close(
-                MESSAGE_TOO_BIG, f"expected at most {self._max_message_bytes} bytes a message"
-            )
+            reason = f"expected at most {self._max_message_bytes} bytes a message"
+            with suppress(WebSocketDisconnect):
+                await websocket.close(MESSAGE_TOO_BIG, reason)
 
     async def _read_until_closed(self) -> bool:
         """Handle messages until the client is gone (False) or sent too large a one (True)."""

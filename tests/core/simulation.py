@@ -43,7 +43,7 @@ class Arrival(NamedTuple):
 
 
 def draw_arrival(rng: random.Random, max_num_tokens: int) -> Arrival:
-    max_tokens = rng.randint(1, max(1, max_num_tokens // 2))
+    max_tokens = rng.randint(1, max_num_tokens * 3 // 4)
     num_prompt_tokens = rng.randint(1, max_num_tokens - max_tokens)
     shared = [rng.randrange(3)] * rng.randint(0, num_prompt_tokens)
     own = [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens - len(shared))]
@@ -66,7 +66,7 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
     rng = random.Random(seed)
     block_size = rng.choice((1, 2, 4, 16))
     max_num_tokens = rng.choice((12, 40))
-    num_blocks = -(-max_num_tokens // block_size) * rng.choice((1, 2, 3, 10))
+    num_blocks = -(-max_num_tokens // block_size) * rng.choice((1, 2, 2, 3, 8))
     harness = Harness(
         depth=depth,
         num_blocks=num_blocks,

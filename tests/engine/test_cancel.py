@@ -21,6 +21,7 @@ from engine.support import (
     until_idle,
 )
 
+from streamkv.errors import EngineDeadError
 from streamkv.protocol import FinishReason, SamplingParams
 
 PROMPT = list(range(20))
@@ -51,6 +52,39 @@ def test_a_stream_cancelled_before_it_is_entered_ends_at_once():
             await until_idle(engine)
             assert runner.num_steps == 0
             check_nothing_is_held(engine, runner)
+
+    run(main)
+
+
+LONG_TEXT = "the quick brown fox " * 10_000  # tokenized in a thread
+
+
+def test_a_stream_cancelled_while_its_prompt_is_tokenized_ends_once_that_is_done():
+    runner = make_runner(max_model_len=200_000, num_blocks=50_000)
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            stream = engine.generate(LONG_TEXT, greedy(max_tokens=5))
+            collecting = asyncio.create_task(stream.collect())
+            await until(lambda: stream.arrival_s is not None)
+            stream.cancel()
+            (completion,) = await collecting
+            assert completion.finish_reason is FinishReason.ABORT
+            await until_idle(engine)
+            assert runner.num_steps == 0
+
+    run(main)
+
+
+def test_a_prompt_that_is_tokenized_while_the_engine_closes_is_refused():
+    async def main() -> None:
+        async with make_engine(make_runner()) as engine:
+            stream = engine.generate(LONG_TEXT)
+            collecting = asyncio.create_task(stream.collect())
+            await until(lambda: stream.arrival_s is not None)
+            await engine.close()
+            with pytest.raises(EngineDeadError, match="closed"):
+                await collecting
 
     run(main)
 

@@ -92,7 +92,7 @@ def test_rotary_turns_q_and_k_pairs_as_complex_numbers_and_leaves_v(
     qkv = torch.randn(num_tokens, shape.qkv_width).to(dtype)
     positions = torch.randint(50, (num_tokens,), dtype=torch.int32)
 
-    heads = qkv.double().view(num_tokens, -1, head_dim)
+    heads = qkv.double().unflatten(1, (-1, head_dim))
     turned = torch.complex(heads[..., :half], heads[..., half:])
     turned *= torch.complex(*cos_sin.double()[positions].chunk(2, dim=-1))[:, None]
     exact = torch.cat([turned.real, turned.imag], dim=-1)

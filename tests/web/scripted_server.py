@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,31 +79,25 @@ class ScriptedServer:
 
     @contextmanager
     def running(self) -> Iterator[ScriptedServer]:
+        listener = socket.create_server(("127.0.0.1", 0))  # takes connections from here on
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(
-            self._app(), port=0, log_level="error", ws="websockets-sansio", lifespan="off"
+            self._app(), log_level="error", ws="websockets-sansio", lifespan="off"
         )
         server = uvicorn.Server(config)
-        started = threading.Event()
 
         async def serve() -> None:
             self._loop, self._released = asyncio.get_running_loop(), asyncio.Event()
-            config.load()
-            server.lifespan = config.lifespan_class(config)
-            await server.startup()
-            started.set()
-            await server.main_loop()
-            await server.shutdown()
+            await server.serve(sockets=[listener])
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()), name="scripted-server")
         thread.start()
         try:
-            assert started.wait(DEADLINE_S)
-            port = server.servers[0].sockets[0].getsockname()[1]
-            self.url = f"http://127.0.0.1:{port}"
             yield self
         finally:
             server.should_exit = server.force_exit = True
             thread.join(DEADLINE_S)
+            assert not thread.is_alive(), "the server did not stop"
 
     def _app(self) -> Starlette:
         routes = [

@@ -312,7 +312,7 @@ def is_at_bottom(page: Page) -> bool:
     ("step", "message"),
     [
         (Step.FAIL, "the device went away"),
-        (Step.REFUSE, "expected top_p in (0, 1] (top_p)"),
+        (Step.REFUSE, "expected top_p in (0, 1]"),
     ],
 )
 def test_errors_are_shown_under_the_answer(

@@ -53,7 +53,8 @@ test("how a response ended is told apart", () => {
   const failed = play([{ type: "response.failed", response: { error: { code: "server_error", message: "no" } } }, 1]);
   assert.deepEqual([failed.status, failed.error], ["failed", "no"]);
   const refused = play([{ type: "error", error: { message: "no", param: "seed" } }, 1]);
-  assert.deepEqual([refused.status, refused.error], ["failed", "no (seed)"]);
+  assert.deepEqual([refused.status, refused.error], ["failed", "seed: no"]);
+  assert.equal(play([{ type: "error", error: { message: "seed: no", param: "seed" } }, 1]).error, "seed: no");
 });
 
 test("an answer that ended never changes, and unknown events change nothing", () => {

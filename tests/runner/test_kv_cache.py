@@ -1,0 +1,125 @@
+"""The memory plan, the shared budget, and how available memory is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamkv.errors import ConfigError
+from streamkv.runner.kv_cache import MemoryBudget, available_memory_bytes, plan_kv_cache
+
+GIB = 1 << 30
+
+
+def plan(**changes):
+    """1000 bytes a token, blocks of 16: 16,000 bytes a block."""
+    numbers = {
+        "free_bytes": 16_000 * 100,
+        "limit_bytes": None,
+        "kv_bytes_per_token": 1000,
+        "block_size": 16,
+        "max_num_seqs": 8,
+        "max_model_len": 0,
+        "max_position_embeddings": 4096,
+        "num_blocks_override": 0,
+    }
+    return plan_kv_cache(**(numbers | changes))
+
+
+def test_the_pool_is_what_memory_allows_and_shortens_the_context_to_it():
+    found = plan()
+    assert (found.num_blocks, found.max_model_len) == (100, 1600)
+    assert found.num_bytes == 16_000 * 100
+
+
+def test_the_pool_is_never_larger_than_all_sequences_need():
+    assert plan(free_bytes=GIB, max_num_seqs=2, max_model_len=100).num_blocks == 2 * 7
+    assert plan(free_bytes=GIB, max_model_len=4096).max_model_len == 4096
+
+
+def test_the_limit_caps_the_pool_but_gives_way_to_one_sequence_that_was_asked_for():
+    assert plan(limit_bytes=16_000 * 40).num_blocks == 40
+    assert plan(limit_bytes=16_000 * 40, max_model_len=1600).num_blocks == 100
+    assert plan(limit_bytes=16_000 * 40, max_model_len=320).num_blocks == 40
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_numbers():
+    with pytest.raises(ConfigError, match="2000 needs 125 KV blocks .* there are 100") as caught:
+        plan(max_model_len=2000)
+    assert "--max-model-len to 1600" in caught.value.message
+    with pytest.raises(ConfigError, match="at most the 4096 positions"):
+        plan(max_model_len=5000, free_bytes=GIB)
+
+
+def test_an_override_wins_over_memory_and_there_is_always_a_block():
+    assert plan(num_blocks_override=7, free_bytes=0).num_blocks == 7
+    assert plan(num_blocks_override=7).max_model_len == 112
+    assert plan(num_blocks_override=10_000).num_blocks == 10_000
+    assert plan(free_bytes=0).num_blocks == 1
+    with pytest.raises(ConfigError, match="there are 7"):
+        plan(num_blocks_override=7, max_model_len=113)
+
+
+def test_a_budget_is_shared_by_name():
+    budget = MemoryBudget(1000)
+    budget.reserve("a weights", 600)
+    with pytest.raises(ConfigError, match="b weights needs"):
+        budget.reserve("b weights", 500)
+    with pytest.raises(ConfigError, match="a weights is reserved already"):
+        budget.reserve("a weights", 1)
+    assert budget.free_bytes == 400
+    budget.reserve("a KV cache", 5000, overcommit=True)
+    assert budget.free_bytes == 0
+    budget.release("a KV cache")
+    budget.release("a weights")
+    budget.release("never reserved")
+    budget.reserve("b weights", 500)
+    assert budget.free_bytes == 500
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def measure(root: Path) -> int:
+    return available_memory_bytes(proc=root / "proc", cgroups=root / "cgroup")
+
+
+def test_available_memory_respects_every_cgroup_above_us(tmp_path):
+    write(tmp_path / "proc", meminfo="MemTotal: 9 kB\nMemAvailable: 8388608 kB\n")
+    assert measure(tmp_path) == 8 * GIB
+    write(tmp_path / "proc" / "self", cgroup="0::/outer/inner\n")
+    assert measure(tmp_path) == 8 * GIB, "a cgroup without files has no limit"
+    inner = tmp_path / "cgroup" / "outer" / "inner"
+    write(inner, memory__max="max\n", memory__current=f"{GIB}\n", memory__stat="")
+    assert measure(tmp_path) == 8 * GIB
+    write(
+        inner.parent,
+        memory__max=f"{4 * GIB}\n",
+        memory__current=f"{3 * GIB}\n",
+        memory__stat=f"anon 5\ninactive_file {GIB}\n",
+    )
+    assert measure(tmp_path) == 2 * GIB, "file pages that can be dropped are available"
+    write(inner, memory__max=f"{GIB}\n", memory__current=f"{2 * GIB}\n", memory__stat="")
+    assert measure(tmp_path) == 0
+
+
+def test_available_memory_reads_version_1_and_a_path_seen_from_outside(tmp_path):
+    write(tmp_path / "proc", meminfo="MemAvailable: 8388608 kB\n")
+    write(tmp_path / "proc" / "self", cgroup="4:cpu,cpuacct:/x\n3:memory:/docker/abc\n0::/\n")
+    write(
+        tmp_path / "cgroup" / "memory",
+        memory__limit_in_bytes=f"{2 * GIB}\n",
+        memory__usage_in_bytes=f"{GIB}\n",
+        memory__stat=f"total_inactive_file {GIB // 2}\n",
+    )
+    assert measure(tmp_path) == 3 * GIB // 2
+
+
+def test_this_machine_has_memory():
+    assert 0 < available_memory_bytes() < 1 << 50
+    assert available_memory_bytes(torch.device("cpu")) > 0

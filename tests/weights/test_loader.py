@@ -1,0 +1,275 @@
+"""Loading both formats: equal tensors, and one line for every way a checkpoint can be wrong."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny_checkpoint
+from transformers import LlamaForCausalLM
+
+from streamkv.errors import ModelLoadError
+from streamkv.models import ModelConfig, build_model
+from streamkv.weights.hub import Checkpoint
+from streamkv.weights.loader import load_parameters, open_checkpoint, weight_bytes
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(path, "gguf" if path.suffix == ".gguf" else "huggingface")
+    source = open_checkpoint(checkpoint)
+    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
+    fractions: list[float] = []
+    try:
+        weights = load_parameters(
+            source, parameters, dtype=dtype, device=CPU, progress=fractions.append
+        )
+    finally:
+        source.close()
+    assert fractions == sorted(fractions) and fractions[-1] == 1
+    assert sum(tensor.nbytes for tensor in weights.values()) == weight_bytes(parameters, dtype)
+    return weights
+
+
+def refusal(path: Path) -> str:
+    """The message of the one-line error that loading `path` gives."""
+    with pytest.raises(ModelLoadError) as caught:
+        load(path)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def change_tensors(folder: Path, change) -> None:
+    """Rewrite model.safetensors with `change` applied to its dict of tensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def save_gguf(folder: Path, path: Path, **metadata) -> Path:
+    """The folder's model as llama.cpp's converter would write it, in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(num_kv_heads)
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
+    for key, value in metadata.items():
+        writer.add_string(key.replace("__", "."), value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values = tensor.numpy()
+        for projection, heads in (("q_proj", num_heads), ("k_proj", num_kv_heads)):
+            if f".{projection}." in name:
+                halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+                values = halves.swapaxes(1, 2).reshape(values.shape).copy()
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_fused_weights_hold_their_parts_in_order(tmp_path):
+    weights = load(save_tiny_checkpoint(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    attention = "model.layers.1.self_attn"
+    parts = [tensors[f"{attention}.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(weights[f"{attention}.qkv_proj.weight"], torch.cat(parts))
+    parts = [tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    assert torch.equal(weights["model.layers.1.mlp.gate_up_proj.weight"], torch.cat(parts))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_narrow_types_are_widened_exactly_and_cast_once(tmp_path, stored):
+    save_tiny_checkpoint(tmp_path)
+    exact = load(tmp_path)
+    change_tensors(
+        tmp_path, lambda tensors: tensors.update({k: v.to(stored) for k, v in tensors.items()})
+    )
+    assert_equal(
+        load(tmp_path), {name: tensor.to(stored).float() for name, tensor in exact.items()}
+    )
+    expected = {name: tensor.to(stored).to(torch.bfloat16) for name, tensor in exact.items()}
+    assert_equal(load(tmp_path, torch.bfloat16), expected)
+
+
+def test_a_sharded_checkpoint_equals_a_single_file(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path / "single", tie_word_embeddings=False)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    assert_equal(load(tmp_path / "sharded"), load(folder))
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}]
+)
+def test_a_gguf_file_loads_as_the_folder_it_was_made_from(tmp_path, fields):
+    folder = save_tiny_checkpoint(tmp_path, num_key_value_heads=2, **fields)
+
+    def randomize(tensors):
+        for name in tensors:
+            if name.endswith(".bias"):
+                tensors[name] = torch.arange(len(tensors[name]), dtype=torch.float32)
+
+    change_tensors(folder, randomize)
+    path = save_gguf(folder, tmp_path / "model.gguf")
+    assert_equal(load(path), load(folder))
+    configs = [
+        ModelConfig.from_dict(open_checkpoint(Checkpoint(where, kind)).config)
+        for where, kind in ((path, "gguf"), (folder, "huggingface"))
+    ]
+    eps = np.float32(configs[1].rms_norm_eps).item()  # GGUF stores it in 32 bits
+    assert configs[0].rms_norm_eps == eps
+    assert configs[0].rope_theta == configs[1].rope_theta
+    assert configs[0].num_key_value_heads == configs[1].num_key_value_heads == 2
+
+
+def test_rotary_leftovers_and_a_tied_head_are_harmless(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    expected = load(folder)
+
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(folder, add)
+    assert_equal(load(folder), expected)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    message = refusal(folder)
+    assert "model.layers.1.mlp.up_proj.weight is missing: expected shape [64, 32]" in message
+
+
+def test_an_unexpected_tensor_is_named(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update(extra=torch.ones(2, 3)))
+    assert "tensor extra of shape [2, 3] is unexpected" in refusal(folder)
+
+
+def test_an_untied_model_without_a_head_is_refused(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path, tie_word_embeddings=False)
+    change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lm_head.weight is missing" in refusal(folder)
+
+
+def test_a_wrong_shape_says_expected_and_got(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+    assert "model.norm.weight: expected shape [32], got [31]" in refusal(folder)
+
+
+def test_a_type_that_is_not_supported_is_named(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    change_tensors(
+        folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32).long()})
+    )
+    assert "model.norm.weight has type I64" in refusal(folder)
+
+
+def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    (header_bytes,) = struct.unpack_from("<Q", whole)
+    for length in (0, 7, 8, 9, header_bytes, 8 + header_bytes, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert str(path) in refusal(folder)
+
+
+def safetensors_bytes(header: object) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(64)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not a safetensors file at all",
+        safetensors_bytes(b"{"),
+        safetensors_bytes(b"\xff\xfe"),
+        safetensors_bytes([]),
+        safetensors_bytes({"t": []}),
+        safetensors_bytes({"t": {"dtype": "F32", "shape": [2]}}),
+        safetensors_bytes({"t": {"dtype": "F32", "shape": "x", "data_offsets": [0, 8]}}),
+        safetensors_bytes({"t": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}),
+        safetensors_bytes({"t": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}),
+        safetensors_bytes({"t": {"dtype": "F32", "shape": [2], "data_offsets": [60, 68]}}),
+        safetensors_bytes({"t": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}),
+        safetensors_bytes({"t": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}),
+        safetensors_bytes(b'{"a":' * 100_000),
+    ],
+)
+def test_a_broken_safetensors_header_is_refused(tmp_path, content):
+    folder = save_tiny_checkpoint(tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    assert "model.safetensors" in refusal(folder)
+
+
+def test_a_broken_folder_is_refused_by_file(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.rename(folder / "other.safetensors")
+    assert "expected model.safetensors" in refusal(folder)
+    index = folder / "model.safetensors.index.json"
+    for content in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"t": "../secret"}}'):
+        index.write_text(content)
+        assert "index.json" in refusal(folder)
+    index.write_text('{"weight_map": {"t": "gone.safetensors"}}')
+    assert "gone.safetensors: cannot be read" in refusal(folder)
+    index.write_text('{"weight_map": {"t": "other.safetensors"}}')
+    assert "tensor t is missing" in refusal(folder)
+    (folder / "config.json").write_text("[1]")
+    assert "config.json: expected a JSON object, got list" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "config.json: cannot be read" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama__rope__scaling__type": "yarn"}, "'yarn'"),
+        ({"llama__expert_count": "8"}, "mixture-of-experts"),
+        ({"llama__rope__dimension_count": "4"}, "llama.rope.dimension_count"),
+    ],
+)
+def test_gguf_variants_of_llama_are_refused(tmp_path, metadata, message):
+    folder = save_tiny_checkpoint(tmp_path)
+    assert message in refusal(save_gguf(folder, tmp_path / "model.gguf", **metadata))
+
+
+def test_gguf_files_of_other_families_or_without_facts_are_refused(tmp_path):
+    for name, expected in (("mamba", "got 'mamba'"), ("llama", "hidden_size")):
+        writer = gguf.GGUFWriter(tmp_path / "a.gguf", name)
+        writer.add_token_list(["a", "b"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        assert expected in refusal(tmp_path / "a.gguf")
