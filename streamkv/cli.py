@@ -152,20 +152,18 @@ async def _serve(
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logger.info("streamkv %s: %s", __version__, _url(server_config, listener))
-    loading = asyncio.create_task(_load(engine, server))
+    loading = asyncio.create_task(_until_loaded(engine, server))
     try:
         await server.serve(sockets=[listener])
     finally:
         await engine.close()
-        await asyncio.wait([loading])
-    if error := loading.result():
+    if error := await loading:
         raise error
     return 0
 
 
-async def _load(engine: AsyncEngine, server: uvicorn.Server) -> StreamkvError | None:
+async def _until_loaded(engine: AsyncEngine, server: uvicorn.Server) -> StreamkvError | None:
     """Wait for the model; if it can't be loaded, stop the server and return the reason."""
-    await engine.start()
     try:
         await engine.wait_ready()
     except EngineDeadError:  # closed while loading

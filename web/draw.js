@@ -1,6 +1,6 @@
-// Owns the drawing of markdown blocks as DOM nodes. Knows nothing of the conversation. Invariant: after
-// drawMarkdown(element, text) the element shows exactly text, and the nodes of blocks whose source did
-// not change are the same nodes as before: a stream redraws its last block only.
+// Owns the drawing of markdown blocks as DOM nodes. Knows nothing of the conversation. Invariant:
+// after drawMarkdown(element, text) the element shows exactly text, and the nodes of blocks whose
+// source did not change are the same nodes as before: a stream redraws its last block only.
 
 import { h } from "./dom.js";
 import { tokenize } from "./highlight.js";
@@ -17,12 +17,15 @@ export function drawMarkdown(element, text) {
     const old = before[index];
     if (!node) element.append(drawBlock(block));
     else if (old.raw === block.raw && old.closed === block.closed) return;
-    else if (old.type === "code" && block.type === "code" && !block.closed && old.lang === block.lang) {
-      node.querySelector("code").textContent = block.text; // keeps the box, and how far it was scrolled
-    } else node.replaceWith(drawBlock(block));
+    else if (isGrownCode(old, block)) node.querySelector("code").textContent = block.text;
+    else node.replaceWith(drawBlock(block));
   });
   while (element.children.length > blocks.length) element.lastElementChild.remove();
 }
+
+// Code that still streams keeps its box, and how far it was scrolled.
+const isGrownCode = (old, block) =>
+  old.type === "code" && block.type === "code" && !block.closed && old.lang === block.lang;
 
 const drawSpans = (spans) =>
   spans.map((span) => {
@@ -65,8 +68,8 @@ function drawList({ ordered, start, items }) {
 }
 
 function drawTable({ align, head, rows }) {
-  const draw = (tag, cells) =>
-    cells.map((spans, column) => h(tag, { class: `align-${align[column] ?? "left"}` }, drawSpans(spans)));
+  const side = (column) => ({ class: `align-${align[column] ?? "left"}` });
+  const draw = (tag, cells) => cells.map((spans, column) => h(tag, side(column), drawSpans(spans)));
   const body = rows.map((cells) => h("tr", {}, draw("td", cells)));
   const table = h("table", {}, h("thead", {}, h("tr", {}, draw("th", head))), h("tbody", {}, body));
   return h("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Table" }, table);
@@ -74,7 +77,9 @@ function drawTable({ align, head, rows }) {
 
 function drawCode({ lang, text, closed }) {
   const pieces = closed ? tokenize(text, lang) : [{ text }];
-  const spans = pieces.map(({ kind, text }) => (kind ? h("span", { class: `code-${kind}` }, text) : text));
+  const spans = pieces.map((piece) =>
+    piece.kind ? h("span", { class: `code-${piece.kind}` }, piece.text) : piece.text,
+  );
   return h(
     "figure",
     { class: "code" },

@@ -1,7 +1,7 @@
-// Owns the reading of markdown into plain data: parseBlocks(text) gives blocks, parseInline(text) spans.
-// Knows no DOM (draw.js makes nodes of it). Invariants: every character of the text that is not
-// markup comes out as text; HTML is text like any other; a link is http or https, or it is text; nesting
-// is bounded; half-written markdown (a stream's usual state) never throws.
+// Owns the reading of markdown into plain data: parseBlocks(text) gives blocks, parseInline(text)
+// spans. Knows no DOM (draw.js makes nodes of it). Invariants: every character of the text that is
+// not markup comes out as text; HTML is text like any other; a link is http or https, or it is
+// text; nesting is bounded; half-written markdown (a stream's usual state) never throws.
 
 const MAX_DEPTH = 8; // of quotes, lists and emphasis; what is deeper stays text
 
@@ -12,7 +12,7 @@ const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+(.*)|[ \t]*)$/;
 const QUOTE = /^ {0,3}> ?/;
 const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 
-/** Blocks of a text, each with its source in `raw`, so that equal sources can share what was drawn. */
+/** Blocks of a text, each with its source as `raw`: equal sources can share what was drawn. */
 export function parseBlocks(text, depth = 0) {
   const lines = text.split("\n");
   const blocks = [];
@@ -78,7 +78,7 @@ function readList(lines, at, depth) {
     const offset = match[1].length + match[2].length + 1;
     const inner = [match[3] ?? ""];
     end += 1;
-    // An item goes on with what is indented more than its marker, and with plain lines of its paragraph.
+    // An item goes on with what is indented more than its marker, and with lines of its paragraph.
     for (; end < lines.length; end += 1) {
       const line = lines[end];
       const indent = line.length - line.trimStart().length;
@@ -125,12 +125,14 @@ function readTable(lines, at) {
 function startsBlock(lines, at) {
   const line = lines[at];
   if (!line.trim() || FENCE.test(line) || HEADING.test(line) || RULE.test(line)) return true;
-  if (QUOTE.test(line)) return true;
-  const item = ITEM.exec(line); // a number other than 1 inside a paragraph is prose: "in\n1984. It was"
-  return Boolean(item && item[3] && !/^\d/.test(item[2])) || /^ *1[.)] /.test(line) || isTable(lines, at);
+  if (QUOTE.test(line) || isTable(lines, at)) return true;
+  // A number other than 1 inside a paragraph is prose: "it was in\n1984. Nobody".
+  return /^ *([-*+]|1[.)])[ \t]+\S/.test(line);
 }
 
-const LINK = /!?\[((?:[^[\]\\]|\\.)*)\]\([ \t]*<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:[ \t]+"[^"]*")?[ \t]*\)/y;
+const LINK_TEXT = String.raw`!?\[((?:[^[\]\\]|\\.)*)\]`;
+const LINK_ADDRESS = String.raw`<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?`;
+const LINK = new RegExp(`${LINK_TEXT}\\([ \\t]*${LINK_ADDRESS}(?:[ \\t]+"[^"]*")?[ \\t]*\\)`, "y");
 const ANGLE_LINK = /<(https?:\/\/[^\s<>]+)>/iy;
 const BARE_LINK = /https?:\/\/[^\s<>"`*]+/iy;
 const MARKS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
@@ -214,13 +216,13 @@ function readCode(text, at, unclosed) {
 
 function readAddress(text, at) {
   const angle = matchAt(ANGLE_LINK, text, at);
-  const found = angle ? angle[1] : !/\w/.test(text[at - 1] ?? "") && matchAt(BARE_LINK, text, at)?.[0];
-  if (!found) return null;
-  let address = angle ? found : found.replace(/[.,;:!?'\]}_]+$/, "");
+  const bare = /\w/.test(text[at - 1] ?? "") ? null : matchAt(BARE_LINK, text, at);
+  if (!angle && !bare) return null;
+  let address = angle ? angle[1] : bare[0].replace(/[.,;:!?'\]}_]+$/, "");
   if (!angle && address.endsWith(")") && !address.includes("(")) address = address.slice(0, -1);
   const href = safeHref(address);
   if (!href) return null;
-  const end = at + (angle ? angle[0].length : address.length);
+  const end = at + (angle ? angle[0] : address).length;
   return { span: { type: "link", href, spans: [address] }, end };
 }
 
@@ -249,10 +251,10 @@ function findClose(text, from, mark) {
     let runEnd = end;
     while (text[runEnd] === mark[0]) runEnd += 1;
     const width = runEnd - end;
-    const spaced = /\s/.test(text[end - 1]);
-    const inWord = mark[0] === "_" && /\w/.test(text[runEnd] ?? "");
+    const isCloser = end > from && !/[\s\\]/.test(text[end - 1]);
+    const isInWord = mark[0] === "_" && /\w/.test(text[runEnd] ?? "");
     const fits = mark.length === 1 ? width !== 2 : true;
-    if (!spaced && !inWord && fits && text[end - 1] !== "\\" && end > from) return runEnd - mark.length;
+    if (isCloser && !isInWord && fits) return runEnd - mark.length;
     end = runEnd;
   }
   return -1;

@@ -1,6 +1,6 @@
 // Owns the protocol: OpenAI's Responses WebSocket mode, how its events make an answer, and when to
-// connect. Knows no DOM. The pure part is nextLink and nextAnswer, (value, event) => new value; Link is
-// the thin shell that does what the link's phase asks. Invariant: at most one socket and one timer.
+// connect. Knows no DOM. The pure part is nextLink and nextAnswer, (value, event) => new value;
+// Link is the thin shell around them. Invariant: at most one socket and one timer.
 
 export const SUBPROTOCOL = "realtime"; // offered beside the key: a browser wants one to be chosen
 const KEY_PREFIX = "openai-insecure-api-key.";
@@ -8,7 +8,7 @@ const PROBE_MS = 1000; // between looks at a server that is loading
 const PROBE_TIMEOUT_MS = 10_000;
 const LONGEST_WAIT_MS = 10_000;
 
-/** Wait before attempt number `attempt` (1, 2, …): doubled each time, with up to a fifth of jitter. */
+/** Wait before attempt `attempt` (1, 2, …): doubled each time, up to a fifth less by chance. */
 export function backoffMs(attempt, random = Math.random()) {
   return Math.min(500 * 2 ** (attempt - 1), LONGEST_WAIT_MS) * (1 - 0.2 * random);
 }
@@ -16,13 +16,13 @@ export function backoffMs(attempt, random = Math.random()) {
 export const FIRST_LINK = Object.freeze({ phase: "probing", attempt: 0, detail: "", model: "" });
 
 /**
- * Phases: probing (asking /health, then /v1/models) → opening (WebSocket) → ready; aside: loading (the
- * model is), locked (a key is needed), waiting (the connection failed, `attempt` times in a row).
+ * Phases: probing (asking /health, then /v1/models) → opening (the WebSocket) → ready; besides:
+ * loading (the model is), locked (a key is needed), waiting (failed `attempt` times in a row).
  */
 export function nextLink(link, event) {
   switch (event.type) {
-    case "probe":
-      return link.phase === "loading" ? link : { ...link, phase: "probing" }; // asked again and again
+    case "probe": // a loading server is asked again and again: that shows no other state
+      return link.phase === "loading" ? link : { ...link, phase: "probing" };
     case "loading":
       return { ...link, phase: "loading", detail: event.detail, attempt: 0 };
     case "locked":
@@ -38,7 +38,7 @@ export function nextLink(link, event) {
   }
 }
 
-/** A message from the socket as an event; what can't be read becomes an error event, never silence. */
+/** A message from the socket as an event; what can't be read becomes an error event. */
 export function readEvent(data) {
   try {
     const event = JSON.parse(data);
@@ -51,29 +51,30 @@ export function readEvent(data) {
 
 /** The `response.create` event for a conversation. Empty settings are left to the server. */
 export function createEvent({ model, messages, settings, streamId }) {
-  const chosen = Object.entries(settings).filter(([, value]) => value !== "" && value != null);
+  const chosen = Object.fromEntries(Object.entries(settings).filter(([, value]) => value !== ""));
   const input = messages
     .filter((message) => message.text)
     .map(({ role, text }) => ({ type: "message", role, content: text }));
-  return { type: "response.create", stream_id: streamId, model, store: false, input, ...Object.fromEntries(chosen) };
+  const stream_id = streamId;
+  return { type: "response.create", stream_id, model, store: false, input, ...chosen };
 }
 
 /** An answer before its first event. Times are milliseconds of one monotonic clock. */
 export function newAnswer(id, sentMs) {
-  const times = { sentMs, firstMs: 0, lastMs: 0 };
-  return { id, role: "assistant", text: "", status: "waiting", error: "", usage: null, ...times };
+  const nothing = { text: "", error: "", usage: null, firstMs: 0, lastMs: 0 };
+  return { id, role: "assistant", status: "waiting", sentMs, ...nothing };
 }
 
 export const isOpen = (answer) => answer?.status === "waiting" || answer?.status === "streaming";
 
-/** The answer after one server event: waiting → streaming → done | stopped | length | failed | dropped. */
+/** The answer after an event: waiting → streaming → done | stopped | length | failed | dropped. */
 export function nextAnswer(answer, event, nowMs) {
   if (!isOpen(answer)) return answer;
   switch (event.type) {
     case "response.output_text.delta": {
       if (!event.delta) return answer;
-      const firstMs = answer.firstMs || nowMs;
-      return { ...answer, status: "streaming", text: answer.text + event.delta, firstMs, lastMs: nowMs };
+      const times = { firstMs: answer.firstMs || nowMs, lastMs: nowMs };
+      return { ...answer, status: "streaming", text: answer.text + event.delta, ...times };
     }
     case "response.completed":
     case "response.incomplete":
@@ -101,7 +102,7 @@ export function errorText({ error }) {
   return error?.param && !text.includes(error.param) ? `${error.param}: ${text}` : text;
 }
 
-/** What to say under an answer: token count, tokens/s, time to first token, share of cached prompt. */
+/** An answer's figures: tokens, tokens/s, time to first token, share of the prompt in the cache. */
 export function answerStats({ usage, sentMs, firstMs, lastMs }) {
   const stats = [];
   if (usage) stats.push(`${usage.output_tokens} token${usage.output_tokens === 1 ? "" : "s"}`);
@@ -118,7 +119,12 @@ export function answerStats({ usage, sentMs, firstMs, lastMs }) {
 
 const formatMs = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
 
-/** Keeps a connection to the server at `origin`; calls onLink(link) at each change, onEvent(event) for each event. */
+const lost = (detail, { status }) => ({
+  type: "lost",
+  detail: detail || `the server answers ${status}`,
+});
+
+/** Keeps a connection to `origin`; calls onLink(link) at each change and onEvent(event). */
 export class Link {
   #socket = null;
   #timer = 0;
@@ -164,12 +170,12 @@ export class Link {
       const state = await health.json().catch(() => ({}));
       const detail = state.detail || state.error?.message || state.status || "";
       if (health.status === 503 && state.status === "loading") return { type: "loading", detail };
-      if (!health.ok) return { type: "lost", detail: detail || `the server answers ${health.status}` };
+      if (!health.ok) return lost(detail, health);
       const models = await fetch(`${this.origin}/v1/models`, options);
       const body = await models.json().catch(() => ({}));
       const refusal = body.error?.message || "";
-      if (models.status === 401 || models.status === 403) return { type: "locked", detail: refusal };
-      if (!models.ok) return { type: "lost", detail: refusal || `the server answers ${models.status}` };
+      if ([401, 403].includes(models.status)) return { type: "locked", detail: refusal };
+      if (!models.ok) return lost(refusal, models);
       return { type: "found", model: body.data?.[0]?.id ?? "" };
     } catch {
       return { type: "lost", detail: "the server can't be reached" };

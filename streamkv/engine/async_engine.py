@@ -96,9 +96,10 @@ class AsyncEngine:
         self._device.loaded.add_done_callback(self._on_loaded)
 
     async def wait_ready(self) -> None:
-        """Until the engine is ready. Raises what kept it from loading, or EngineDeadError."""
-        if self._device is None and self._status is EngineStatus.LOADING:
-            raise RuntimeError("expected start() before wait_ready()")
+        """Until the engine, started here or elsewhere, is ready.
+
+        Raises what kept it from loading, or EngineDeadError.
+        """
         await self._settled.wait()
         if self._status is EngineStatus.FAILED and self._error is not None:
             raise self._error

@@ -7,8 +7,11 @@ be done, no wake-up.
 
 A turn takes in what has happened, feeds the device first and tells the readers after:
 
-    on_output ─► commit ─► schedule, submit ─► text, stop strings, mailboxes ─► (idle?) integrity
-    add, abort ──────────────▲ (change the scheduler at once; one turn per loop iteration)
+    on_output ─► commit ─► drain the queue ─► schedule, submit ─► text, stop strings, mailboxes
+    add ─► asyncio.Queue ────────▲            (nothing left to do? the books are checked)
+
+What arrives in one iteration of the event loop shares a turn, and so a step. An abort takes
+effect at once: its blocks are free when the last step that names them is committed.
 
 Invariants: at most depth + 1 steps are in flight; whenever there is something to run and room for
 a step, a step is in flight or a turn is due, so nothing waits for ever; every request that was
@@ -45,7 +48,7 @@ class Entry(NamedTuple):
     """A request that has not ended."""
 
     request: Request
-    sequences: list[Sequence]
+    sequences: list[Sequence]  # empty until it leaves the queue
     mailbox: Mailbox
 
 
@@ -88,6 +91,8 @@ class EngineLoop:
         self._depth = depth
         self._loop = asyncio.get_running_loop()
         self._entries: dict[str, Entry] = {}
+        self._arrivals: asyncio.Queue[Entry] = asyncio.Queue()  # bounded by `check_queue`
+        self._num_arriving = 0  # choices of the entries in it
         self._turn_due = False
         self._num_failed_steps = 0
         self._last_check_s = -CHECK_INTERVAL_S
@@ -98,13 +103,20 @@ class EngineLoop:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 
+    @property
+    def num_waiting(self) -> int:
+        """Choices without a place on the device, in the queue or in the scheduler."""
+        return self.scheduler.num_waiting + self._num_arriving
+
     def add(self, request: Request, mailbox: Mailbox) -> None:
-        """Take a checked request in; it is scheduled in the next turn. EngineDeadError."""
+        """Queue a checked request for the next turn. EngineDeadError."""
         if self._stopped:
             raise EngineDeadError("the engine has stopped: start a new one")
         self._prompt_tokens_total += len(request.prompt_token_ids)
-        sequences = self.scheduler.add(request)
-        self._entries[request.request_id] = Entry(request, sequences, mailbox)
+        entry = Entry(request, [], mailbox)
+        self._entries[request.request_id] = entry
+        self._arrivals.put_nowait(entry)
+        self._num_arriving += request.sampling.n
         self._wake()
 
     def abort(self, request_id: str) -> None:
@@ -118,11 +130,11 @@ class EngineLoop:
     def check_queue(self, num_choices: int, limit: int) -> None:
         """Raise OverloadedError if more than `limit` choices would wait. An empty queue takes any
         number, so that no request is refused for ever."""
-        if self.scheduler.num_waiting + num_choices <= limit:
+        if self.num_waiting + num_choices <= limit:
             return
         if self._turn_due:
             self._turn()  # what came in this loop iteration may have a place already
-        num_waiting = self.scheduler.num_waiting
+        num_waiting = self.num_waiting
         if num_waiting and num_waiting + num_choices > limit:
             # A guess, for want of a better one: all that run now are done in a second.
             rounds = math.ceil(num_waiting / max(self.scheduler.num_running, 1))
@@ -155,7 +167,7 @@ class EngineLoop:
         return msgspec.structs.replace(
             counters,
             num_requests_running=scheduler.num_running,
-            num_requests_waiting=scheduler.num_waiting,
+            num_requests_waiting=self.num_waiting,
             kv_cache_usage_perc=scheduler.num_held_blocks / self._num_blocks,
             num_blocks=self._num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
@@ -183,6 +195,7 @@ class EngineLoop:
             return
         try:
             events = [] if output is None else self._commit(output)
+            self._drain_arrivals()
             self._feed()
             self._fan_out(events, output.error if output is not None else "")
             self._settle()
@@ -195,6 +208,14 @@ class EngineLoop:
         if output.error:
             logger.error("step %d failed on the device: %s", output.step_id, output.error)
         return self.scheduler.commit(output)
+
+    def _drain_arrivals(self) -> None:
+        """Hand what has arrived to the scheduler, except what was aborted meanwhile."""
+        while not self._arrivals.empty():
+            entry = self._arrivals.get_nowait()
+            if self._entries.get(entry.request.request_id) is entry:
+                self._num_arriving -= entry.request.sampling.n
+                entry.sequences.extend(self.scheduler.add(entry.request))
 
     def _feed(self) -> None:
         """Send steps until depth + 1 are in flight or nothing can be scheduled."""
@@ -261,7 +282,9 @@ class EngineLoop:
     def _release(self, entry: Entry, reason: FinishReason) -> None:
         """Give the choices that have not ended back to the scheduler."""
         self._count_unfinished(entry, reason)
-        for sequence, output in zip(entry.sequences, entry.mailbox.choices, strict=True):
+        if not entry.sequences:  # still in the queue: the scheduler has not seen it
+            self._num_arriving -= entry.request.sampling.n
+        for sequence, output in zip(entry.sequences, entry.mailbox.choices, strict=False):
             if output.finish_reason is None:
                 self.scheduler.finish(sequence, reason)
         self._wake()

@@ -218,8 +218,8 @@ class ModelRunner:
         asking = rows.asking(scheduled)
         if not len(scheduled):
             return Sampled(np.zeros(0, np.int32), ())
+        arrays = rows.batch(scheduled)
         try:
-            arrays = rows.batch(scheduled)
             batch = Batch(*(torch.from_numpy(array).to(self._device) for array in arrays))
             hidden = model.forward(ops, batch)
             if not len(asking.rows):

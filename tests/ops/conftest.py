@@ -16,8 +16,13 @@ NATIVE = [f"native-{isa}" for isa in _cpu.available_isas()]
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded_on_one_torch_thread() -> Iterator[None]:
+    """The oracle's matrices are tiny: sharing them out costs far more than it saves."""
     torch.manual_seed(0)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ops.paged import int32, random_context
+from ops.paged import random_context
 from torch import Tensor
 
 from streamkv import _cpu

@@ -51,7 +51,7 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
     ("select_rows", (x(3, 4), int32([3])), r"rows\[0\] .* less than 3, got 3"),
     ("select_rows", (x(3, 4), x(1)), r"rows .* torch.int32, got torch.float32"),
     ("rms_norm", (x(3, 4), x(5), 1e-5), r"weight expected shape \[4\], got \[5\]"),
-    ("rms_norm", (x(3, 4), x(4).bfloat16(), 1e-5), r"weight .* float32, got torch.bfloat16"),
+    ("rms_norm", (x(3, 4), x(4).bfloat16(), 1e-5), r"weight .*float32, got torch.bfloat16"),
     ("rms_norm", (NOT_CONTIGUOUS, x(16), 1e-5), r"x .* contiguous"),
     ("rms_norm", (x(3, 4, dtype=torch.int32), x(4), 1e-5), r"x .* got torch.int32"),
     ("rms_norm", (x(3, 4).to("meta"), x(4), 1e-5), r"x expected a CPU tensor, got one on meta"),
@@ -86,7 +86,9 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("op", "arguments", "message"), BAD_CALLS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("op", "arguments", "message"), BAD_CALLS, ids=[f"{op}-{text}" for op, _, text in BAD_CALLS]
+)
 def test_a_bad_argument_is_an_error_that_names_it(
     table: KernelTable, op: str, arguments: tuple[Any, ...], message: str
 ) -> None:

@@ -19,28 +19,29 @@ SHAPES = [
 ]
 
 
-def attend_densely(context: PagedContext, row: int, start: int, end: int) -> Tensor:
-    """Queries at start..end-1 of one row, in float64, without pages: [end - start, ...]."""
-    shape = context.shape
-    heads = context.rows[row][:end].double().unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
+def attend_densely(row: Tensor, shape: AttentionShape) -> Tensor:
+    """All queries of one row, in float64, without pages: [context_len, num_heads * head_dim]."""
+    heads = row.double().unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
     queries, keys, values = heads.split(
         [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=0
     )
     attended = torch.nn.functional.scaled_dot_product_attention(
         queries[None], keys[None], values[None], is_causal=True, enable_gqa=True
     )
-    return attended[0].transpose(0, 1).flatten(1)[start:]
+    return attended[0].transpose(0, 1).flatten(1)
 
 
 def assert_attends(
-    kernels: KernelTable, context: PagedContext, queries: list[tuple[int, int, int]]
+    kernels: KernelTable, context: PagedContext, *batches: list[tuple[int, int, int]]
 ) -> None:
     dtype = context.kv_cache.dtype
-    actual = context.attend(kernels, queries)
-    assert actual.dtype is dtype
-    exact = torch.cat([attend_densely(context, *query) for query in queries])
     rtol, atol = (1e-5, 4e-6) if dtype is torch.float32 else (2**-8, 1e-5)
-    torch.testing.assert_close(actual.double(), exact, rtol=rtol, atol=atol)
+    exact = [attend_densely(row, context.shape) for row in context.rows]
+    for queries in batches:
+        actual = context.attend(kernels, queries)
+        expected = torch.cat([exact[row][start:end] for row, start, end in queries])
+        assert actual.dtype is dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 32])
@@ -54,8 +55,7 @@ def test_decodes_prompts_and_chunks_of_every_boundary_length_in_one_batch(
     decodes = [(row, length - 1, length) for row, length in enumerate(lengths)]
     prompts = [(row, 0, length) for row, length in enumerate(lengths)]
     chunks = [(row, length // 2, length) for row, length in enumerate(lengths)]
-    assert_attends(kernels, context, decodes)
-    assert_attends(kernels, context, prompts + decodes + chunks)
+    assert_attends(kernels, context, decodes, prompts + decodes + chunks)
 
 
 def test_no_rows_and_rows_without_queries_give_no_tokens(

@@ -7,6 +7,7 @@ event.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from typing import Any
 
@@ -241,3 +242,30 @@ def test_a_request_id_in_use_is_refused() -> None:
             check_error(client.post(CHAT, json=chat(request_id="twice")), 400, "request_id")
             gate.release(100)
             assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_a_bug_of_ours_is_a_500_without_its_text_and_a_traceback_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> list[int]:
+        raise ZeroDivisionError("a secret of the server")
+
+    with serve() as buggy, buggy.client() as client:
+        monkeypatch.setattr(buggy.tokenizer, "encode", broken)
+        for stream in (False, True):
+            answer = client.post(TEXT, json=text(stream=stream))
+            error = check_error(answer, 500, None)
+            assert (error["type"], error["code"]) == ("server_error", "internal_error")
+            assert "secret" not in error["message"]
+    logged = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert logged == [ZeroDivisionError, ZeroDivisionError]
+
+
+def test_leaving_in_the_middle_of_a_body_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"
+    with serve() as running:
+        with socket.create_connection(("127.0.0.1", running.port)) as connection:
+            connection.sendall(head.encode() + b'{"prompt": ')
+        with running.client() as client:
+            assert client.post(TEXT, json=text()).status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

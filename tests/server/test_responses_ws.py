@@ -88,6 +88,8 @@ class Socket:
 @asynccontextmanager
 async def connected(server: Server, **options: Any) -> AsyncIterator[Socket]:
     url = f"ws://{server.host}/v1/responses"
+    # A client that stopped reading could not see the server's half of the closing handshake.
+    options = {"max_queue": None} | options
     async with asyncio.timeout(DEADLINE_S):
         async with connect(url, compression=None, **options) as connection:
             yield Socket(connection)
@@ -585,12 +587,13 @@ def test_a_server_that_stops_ends_its_connections_and_their_responses() -> None:
         async def talk(socket: Socket) -> None:
             await socket.create("hi", max_output_tokens=300, ignore_eos=True)
             await socket.receive_until("response.output_text.delta")
-            gate.release(10)
-            await asyncio.to_thread(server.close)
+            closing = asyncio.create_task(asyncio.to_thread(server.close))
             with pytest.raises(ConnectionClosed) as closed:
                 while True:
                     await socket.receive()
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+            gate.release(1000)
+            await closing
 
         converse(server, talk)
         assert server.engine.stats().request_success_total["abort"] == 1

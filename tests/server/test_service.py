@@ -170,7 +170,7 @@ def test_metrics_count_what_happened() -> None:
     with serve() as server:
         before = scrape(server)
         assert {name.removeprefix("streamkv:") for name, _ in before} >= NAMES
-        assert not any(before.values()), "a new server has counted something"
+        assert not any(value for (name, _), value in before.items() if "_created" not in name)
         prompt, expected = [5, 6, 7], server.answer([5, 6, 7], 9)
         with server.client() as client:
             for stream in (False, True):
