@@ -9,7 +9,6 @@ beside each field. Standard library and msgspec only.
 from __future__ import annotations
 
 import enum
-import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -92,7 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 def _require(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
     """Raise unless low <= value <= high (low < value with `above`); NaN always raises."""
     number = not isinstance(value, bool) and isinstance(value, (int, float))
-    if not number or math.isnan(value) or not (low <= value <= high) or (above and value == low):
+    # NaN is in no range. A comparison takes integers that no float can hold.
+    if not number or not (low <= value <= high) or (above and value == low):
         bracket = "(" if above else "["
         raise InvalidRequestError(
             f"{name}: expected a number in {bracket}{low}, {high}], got {value!r}", param=name

@@ -102,7 +102,7 @@ def sentencepiece_backend(kind: Literal["llama", "gemma", "metaspace"]) -> token
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace()
         backend.decoder = decoders.Metaspace()
-    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_special_tokens(["<s>", "</s>", "<a\u2581mark>"])
     return backend
 
 

@@ -1,7 +1,7 @@
 // Owns the one way elements are made. Text goes in as text nodes; markup is never parsed, so
 // nothing a model writes can become an element.
 
-/** `h("a", {href, class: "x"}, "text", child)`; children that are false, null or "" are left out. */
+/** `h("a", {href, class: "x"}, "text", child)`; children false, null or "" are left out. */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {

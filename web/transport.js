@@ -67,7 +67,7 @@ export function newAnswer(id, sentMs) {
 
 export const isOpen = (answer) => answer?.status === "waiting" || answer?.status === "streaming";
 
-/** The answer after an event: waiting → streaming → done | stopped | length | failed | dropped. */
+/** The answer after an event: waiting → streaming → done|stopped|length|failed|dropped. */
 export function nextAnswer(answer, event, nowMs) {
   if (!isOpen(answer)) return answer;
   switch (event.type) {

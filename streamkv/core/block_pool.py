@@ -74,10 +74,12 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the free list holds each unreferenced block once."""
         free = self.free_blocks()
-        unreferenced = [b for b, count in enumerate(self.ref_counts) if count == 0]
-        if sorted(free) != unreferenced or len(free) != self.num_free:
+        num_unreferenced = self.ref_counts.count(0)
+        if not len(set(free)) == len(free) == self.num_free == num_unreferenced:
             raise IntegrityError(
                 "I1",
-                f"free list {free} (counted {self.num_free}) differs from the "
-                f"unreferenced blocks {unreferenced}",
+                f"{num_unreferenced} blocks are unreferenced, {self.num_free} are counted as free, "
+                f"{len(free)} are in the free list",
             )
+        if any(self.ref_counts[block_id] for block_id in free):
+            raise IntegrityError("I1", "a referenced block is in the free list")

@@ -65,9 +65,8 @@ class KVManager:
         if tree is None:
             return
         if node is not None and node.parent is None:
-            node = (
-                None  # evicted with an ancestor that is not in this table: publish from the start
-            )
+            # It was evicted with an ancestor whose block this table does not hold (but a copy).
+            node = None
         first = 0 if node is None else node.num_blocks
         for index in range(first, num_tokens // block_size):
             tokens = sequence.token_ids[index * block_size : (index + 1) * block_size]

@@ -142,7 +142,8 @@ class PrefixTree:
         while stack:
             node = stack.pop()
             for key, child in node.children.items():
-                if child.key != key or child.parent is not node or child.block_id in reachable:
+                sound = child.key == key and len(key) == self._block_len_bytes
+                if not sound or child.parent is not node or child.block_id in reachable:
                     raise IntegrityError("I6", f"block {child.block_id} is misplaced in the tree")
                 reachable[child.block_id] = child
                 stack.append(child)

@@ -30,16 +30,20 @@ _IS_BF16 = {torch.float32: False, torch.bfloat16: True}
 def load(num_threads: int = 0) -> KernelTable:
     """The native table: the best instruction set here, or the one STREAMKV_CPU_ISA names.
 
-    num_threads 0 is one for each physical core this process may use. Raises ConfigError where the
-    extension isn't built, or for an instruction set that is unknown or that this CPU lacks.
+    Both choices hold for the whole process; num_threads 0 is one for each physical core it may use.
+    Raises ConfigError where the extension isn't built, or for an instruction set that is unknown
+    or that this CPU lacks.
     """
     cpu = _import_extension()
+    isas = cpu.available_isas()
+    if not isas:
+        raise ConfigError(
+            "the native kernels expected SSE4.2, which this CPU lacks; use --ops reference"
+        )
     try:
-        cpu.set_isa(os.environ.get("STREAMKV_CPU_ISA") or cpu.available_isas()[0])
+        cpu.set_isa(os.environ.get("STREAMKV_CPU_ISA") or isas[0])
     except ValueError as error:
         raise ConfigError(f"STREAMKV_CPU_ISA: {error}") from error
-    except RuntimeError as error:
-        raise ConfigError(f"{error}; use --ops reference") from error
     cpu.set_num_threads(num_threads or num_usable_cores())
     return _Launchers(cpu).table()
 

@@ -113,6 +113,8 @@ def error_response(exc: BaseException) -> Response:
         headers["www-authenticate"] = "Bearer"
     elif isinstance(exc, PayloadTooLargeError):
         headers["connection"] = "close"  # the rest of the body is not worth reading
+    elif not isinstance(exc, StreamkvError):
+        headers["connection"] = "close"  # the server closes it once it has logged the traceback
     return json_response(error_body(exc), status_of(exc), headers)
 
 

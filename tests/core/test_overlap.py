@@ -51,7 +51,7 @@ def test_a_stop_string_is_found_one_step_late_and_nothing_comes_after_it():
     assert harness.scheduler.num_held_blocks == 2  # the second step in flight names them too
     assert harness.commit() == []
     assert harness.scheduler.num_held_blocks == 0
-    assert sequence.num_output_tokens == 1
+    assert (sequence.num_output_tokens, sequence.num_pending_tokens) == (1, 0)
     harness.add_one([9], 1)
     assert list(unpack_ints(harness.schedule().step.removed)) == [0]
 
@@ -120,6 +120,26 @@ def test_a_preempted_sequence_is_aborted_while_its_last_step_is_in_flight():
     harness.check_answer(first)
 
 
+def test_a_preempted_sequence_does_not_resume_while_a_step_names_it():
+    """Though its own blocks are cached, and there would be room."""
+    harness = Harness(depth=1, num_blocks=12, block_size=2, max_num_batched_tokens=8)
+    victim = harness.add_one([4, 5, 6], 8, priority=1)
+    harness.schedule()
+    needy = harness.add_one([7] * 20, 2)
+    harness.schedule()
+    for _ in range(2):
+        harness.commit()
+        output = harness.schedule()
+    assert output is None  # the last chunk takes three blocks, two are free
+    assert (victim.num_preemptions, victim.num_pending_tokens) == (1, 1)
+    harness.finish(needy)
+    assert harness.schedule() is None
+    assert [event.sequence for event in harness.commit()] == [victim]
+    assert harness.schedule().admitted == [victim]
+    harness.run()
+    harness.check_answer(victim)
+
+
 def test_a_preempted_sequence_may_end_with_the_token_in_flight():
     for token_id in range(100):
         harness = Harness(depth=1, num_blocks=4, block_size=2, eos_token_ids=frozenset({EOS}))
@@ -160,6 +180,38 @@ def test_nobody_is_preempted_whose_last_token_is_in_flight():
     harness.check_answer(second)
 
 
+def test_who_waits_for_blocks_is_not_robbed_of_the_free_ones():
+    """Neither by a sequence that runs behind it, nor by one that waits for admission."""
+    harness = Harness(depth=1, num_blocks=48, block_size=2, max_num_batched_tokens=32)
+    ended = harness.add_one(range(8), 30, priority=1)
+    harness.schedule()
+    in_its_block = harness.add_one([7], 30, priority=1)
+    at_its_end = harness.add_one([8, 9], 30, priority=1)
+    harness.schedule()
+    needy = harness.add_one([4] * 80, 2)
+    harness.commit()
+    assert harness.schedule().scheduled[-1] == (needy, 0, 29)
+    harness.commit()
+    assert harness.schedule().scheduled[0] == (needy, 29, 29)
+    harness.commit()
+    waiting = harness.add_one([5], 2, priority=2)
+    harness.finish(ended)
+    assert harness.scheduler.num_free_blocks == 9  # the needy one wants eleven
+    output = harness.schedule()
+    assert [sequence for sequence, _, _ in output.scheduled] == [in_its_block]
+    assert output.admitted == output.preempted == []
+    harness.commit()
+    assert [s for s, _, _ in harness.schedule().scheduled] == [
+        needy,
+        in_its_block,
+        at_its_end,
+        waiting,
+    ]
+    harness.run()
+    for sequence in (needy, in_its_block, at_its_end, waiting):
+        harness.check_answer(sequence)
+
+
 def test_everyone_waits_for_a_release_and_then_goes_on():
     harness = Harness(depth=1, num_blocks=2, block_size=2)
     first = harness.add_one([1, 2, 3], 1)
@@ -172,6 +224,17 @@ def test_everyone_waits_for_a_release_and_then_goes_on():
     assert [s for s, _, _ in harness.schedule().scheduled] == [second]
     harness.run()
     harness.check_answer(second)
+
+
+def test_rows_whose_last_token_is_in_flight_count_against_the_budget():
+    """Else more rows would run than a step has tokens, once a longer prompt comes in between."""
+    harness = Harness(depth=1, max_num_batched_tokens=2)
+    for token in range(6):
+        harness.add_one([token], 1)
+    while harness.scheduler.has_work:
+        harness.fill()
+        assert harness.scheduler.num_running <= 2
+        harness.commit()
 
 
 def test_rows_of_a_failed_step_are_dropped_from_the_step_after_it():

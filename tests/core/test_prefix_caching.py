@@ -119,6 +119,8 @@ def test_a_dropped_token_is_not_published():
     harness.schedule()  # position 3 completes the first block; its token is in flight
     harness.finish(stopped, FinishReason.STOP)
     harness.run()
+    assert stopped.num_output_tokens == 1
+    assert len(harness.scheduler._kv.tree) == 0
     again = harness.add_one([*stopped.token_ids, 1, 1], 4)
     harness.run()
     assert again.num_cached_tokens == 0
@@ -135,6 +137,18 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head():
     harness.run()
     assert again.num_cached_tokens == 8
     harness.check_answer(again)
+
+
+def test_blocks_that_cache_nothing_are_taken_before_cached_ones():
+    harness = Harness(num_blocks=3, block_size=4)
+    harness.add_one([1, 1, 1, 1, 0], 1)
+    harness.run()
+    for token in range(5):
+        harness.add_one([token, 2, 2], 1)
+        harness.run()
+    again = harness.add_one([1, 1, 1, 1, 0], 1)
+    harness.run()
+    assert again.num_cached_tokens == 4
 
 
 def test_the_prefix_that_was_unused_for_longest_is_evicted_first():

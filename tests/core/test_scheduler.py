@@ -68,15 +68,6 @@ def test_a_more_important_prompt_leaves_each_running_row_its_token():
         harness.commit()
 
 
-def test_no_more_rows_run_than_the_budget_has_tokens():
-    harness = Harness(max_num_seqs=8, max_num_batched_tokens=2)
-    for _ in range(4):
-        harness.add_one([1], 3)
-    harness.advance()
-    assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (2, 2)
-    harness.run()
-
-
 def test_waiting_requests_come_by_priority_then_arrival():
     harness = Harness(max_num_seqs=1)
     first = harness.add_one([1], 1, priority=1)
@@ -155,6 +146,24 @@ def test_a_sequence_with_none_behind_it_keeps_its_blocks_and_sits_out():
     harness.run()
     assert harness.scheduler.num_preemptions == 0
     harness.check_answer(second)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted():
+    harness = Harness(num_blocks=5, block_size=2, max_num_seqs=2)
+    first, second = harness.add_one([1, 2, 3], 5), harness.add_one([4, 5, 6, 7, 8, 9], 4)
+    harness.advance()
+    urgent = harness.add_one([7], 2, priority=-1)
+    assert harness.schedule().preempted == []
+    harness.commit()
+    output = harness.schedule()
+    assert (output.preempted, output.admitted) == ([second], [])
+    assert harness.scheduler.num_free_blocks == 2
+    harness.commit()
+    assert harness.schedule().admitted == [urgent]
+    harness.commit()
+    harness.run()
+    for sequence in (first, second, urgent):
+        harness.check_answer(sequence)
 
 
 def test_a_full_pool_of_partial_prompts_comes_to_an_end():

@@ -398,9 +398,8 @@ def test_a_gpu_generates_what_transformers_does(folder, expected, dtype):
         assert found == expected
     first_equal = sum(a[0] == b[0] for a, b in zip(found, expected, strict=True))
     assert first_equal >= len(expected) - 3
-    sampled = run_requests(runner, info, sampled_requests())
-    again = run_requests(runner, info, sampled_requests(), max_num_seqs=3)
-    assert all(choice.finish_reason for choices in sampled.values() for choice in choices)
-    if dtype == "float32":
-        assert tokens_of(sampled) == tokens_of(again)
+    for choices in run_requests(runner, info, sampled_requests()).values():
+        for choice in choices:
+            assert len(choice.token_ids) == NUM_TOKENS
+            assert choice.finish_reason == FinishReason.LENGTH
     runner.close()

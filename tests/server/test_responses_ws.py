@@ -276,6 +276,9 @@ def test_bytes_that_wait_are_bounded() -> None:
             gate.release(1000)
             for _ in range(2):
                 await socket.finish()
+            for _ in range(3):  # what has ended counts no more
+                await socket.create("hi", max_output_tokens=1, user="u" * 1500)
+                await socket.finish()
 
         converse(server, talk)
 
@@ -536,10 +539,13 @@ def test_closing_mid_stream_frees_all_blocks_within_two_steps() -> None:
 def test_a_connection_that_breaks_mid_stream_frees_its_blocks() -> None:
     gate = threading.Semaphore(4)
     with serve(fake_runner(gate=gate)) as server:
+        all_there_is = answer_text(server, "hi", 4)
 
         async def talk(socket: Socket) -> None:
             await socket.create("hi", max_output_tokens=300, ignore_eos=True)
-            await socket.receive_until("response.output_text.delta")
+            text = ""
+            while text != all_there_is:  # then nothing is sent that could show the break
+                text += (await socket.receive_until("response.output_text.delta")).delta
             socket.connection.transport.abort()
 
         converse(server, talk)

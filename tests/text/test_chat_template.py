@@ -84,6 +84,7 @@ BLOCKS_STYLE = """\
         {% endgeneration %}
     {% endfor %}
 {{ {"text": "é <&> 日本", "n": [1, none, true]} | tojson }}
+{{ tools is none }} {{ documents is none }} {{ eos_token is defined }} {{ unk_token is defined }}
 {% if enable_thinking is defined and not enable_thinking %}<no-think/>{% endif %}
 """
 

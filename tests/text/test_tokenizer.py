@@ -372,6 +372,16 @@ def test_ids_without_a_token_add_nothing() -> None:
     assert tokenizer.token_text(-1) == ""
 
 
+def test_a_token_that_is_not_in_the_byte_alphabet_is_literal_text() -> None:
+    metadata = tiny_gguf_metadata()
+    first = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += ["｜x", "é｜"]
+    metadata["tokenizer.ggml.token_type"] += [1, 1]
+    tokenizer = Tokenizer.from_gguf(metadata)
+    for token_id, text in ((first, "｜x"), (first + 1, "é｜")):
+        assert tokenizer.token_text(token_id) == tokenizer.decode([token_id]) == text
+
+
 def test_half_a_character_is_shown_as_replacement_character() -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer.encode("é")

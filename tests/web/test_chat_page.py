@@ -527,8 +527,8 @@ def test_every_control_has_a_name_and_keyboard_focus_shows(
     expect(answers(page)).to_have_count(1)
     unnamed = page.evaluate(
         """[...document.querySelectorAll("button, input, textarea, a")]
-            .filter((node) => node.checkVisibility() && !node.textContent.trim() && !node.getAttribute("aria-label")
-                && !node.labels?.length)
+            .filter((node) => node.checkVisibility() && !node.labels?.length)
+            .filter((node) => !node.textContent.trim() && !node.getAttribute("aria-label"))
             .map((node) => node.outerHTML)"""
     )
     assert unnamed == []

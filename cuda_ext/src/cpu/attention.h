@@ -16,49 +16,61 @@ namespace {
 using streamkv::AttentionArgs;
 using streamkv::kPartition;
 
+// The right side of a product: row k of a dense float32 matrix, or wherever k's row lies.
+struct Dense {
+  const float* data;
+  int64_t stride;
+  vfloat at(int64_t k, int64_t column) const { return load(data + k * stride + column); }
+};
+
+template <class E>
+struct Scattered {
+  const E* const* rows;
+  vfloat at(int64_t k, int64_t column) const { return load(rows[k] + column); }
+};
+
 // out[R, C vectors] = a[R, depth] @ b[depth, C vectors], summed over depth in order.
-template <int R, int C>
-void matmul_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
+template <int R, int C, class B>
+void matmul_tile(const float* a, int64_t a_stride, B b, int64_t first_column, int64_t depth,
                  float* out, int64_t out_stride) {
   vfloat acc[R][C] = {};
   for (int64_t k = 0; k < depth; ++k) {
     vfloat column[C];
-    for (int c = 0; c < C; ++c) column[c] = load(b + k * b_stride + c * kWidth);
+    for (int c = 0; c < C; ++c) column[c] = b.at(k, first_column + c * kWidth);
     for (int r = 0; r < R; ++r) {
       const vfloat x = broadcast(a[r * a_stride + k]);
       for (int c = 0; c < C; ++c) acc[r][c] = fma(x, column[c], acc[r][c]);
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store(out + r * out_stride + c * kWidth, acc[r][c]);
+    for (int c = 0; c < C; ++c)
+      store(out + r * out_stride + first_column + c * kWidth, acc[r][c]);
 }
 
-template <int R>
-void matmul_rows(int64_t num_cols, const float* a, int64_t a_stride, const float* b,
-                 int64_t b_stride, int64_t depth, float* out, int64_t out_stride) {
-  int64_t c = 0;  // in vectors
-  for (; c + kTileCols <= num_cols; c += kTileCols)
-    matmul_tile<R, kTileCols>(a, a_stride, b + c * kWidth, b_stride, depth, out + c * kWidth,
-                              out_stride);
-  for (; c < num_cols; ++c)
-    matmul_tile<R, 1>(a, a_stride, b + c * kWidth, b_stride, depth, out + c * kWidth, out_stride);
+template <int R, class B>
+void matmul_rows(const float* a, int64_t a_stride, B b, int64_t num_columns, int64_t depth,
+                 float* out, int64_t out_stride) {
+  int64_t column = 0;
+  for (; column + kTileCols * kWidth <= num_columns; column += kTileCols * kWidth)
+    matmul_tile<R, kTileCols>(a, a_stride, b, column, depth, out, out_stride);
+  for (; column < num_columns; column += kWidth)
+    matmul_tile<R, 1>(a, a_stride, b, column, depth, out, out_stride);
 }
 
-// out[num_rows, num_cols vectors] = a @ b; tiles only group what is independent.
-void matmul(int64_t num_rows, int64_t num_cols, const float* a, int64_t a_stride, const float* b,
-            int64_t b_stride, int64_t depth, float* out, int64_t out_stride) {
+// out[num_rows, num_columns] = a @ b; tiles only group what is independent.
+template <class B>
+void matmul(int64_t num_rows, int64_t num_columns, const float* a, int64_t a_stride, B b,
+            int64_t depth, float* out, int64_t out_stride) {
   static_assert(kTileRows == 4 || kTileRows == 6, "the remainders below");
   for (int64_t r = 0; r < num_rows; r += kTileRows) {
-    const float* a_rows = a + r * a_stride;
-    float* out_rows = out + r * out_stride;
     const int64_t left = num_rows - r;
-    const auto run = left >= kTileRows ? matmul_rows<kTileRows>
-                     : left == 5       ? matmul_rows<5>
-                     : left == 4       ? matmul_rows<4>
-                     : left == 3       ? matmul_rows<3>
-                     : left == 2       ? matmul_rows<2>
-                                       : matmul_rows<1>;
-    run(num_cols, a_rows, a_stride, b, b_stride, depth, out_rows, out_stride);
+    const auto run = left >= kTileRows ? matmul_rows<kTileRows, B>
+                     : left == 5       ? matmul_rows<5, B>
+                     : left == 4       ? matmul_rows<4, B>
+                     : left == 3       ? matmul_rows<3, B>
+                     : left == 2       ? matmul_rows<2, B>
+                                       : matmul_rows<1, B>;
+    run(a + r * a_stride, a_stride, b, num_columns, depth, out + r * out_stride, out_stride);
   }
 }
 
@@ -252,21 +264,27 @@ bool attention_tile(const AttentionArgs& args, int64_t row, int64_t tile, int64_
     const E* value_rows[kPartition];
     if (!find_tokens(args, row, kv_head, start, count, key_rows, value_rows)) return false;
     load_keys(key_rows, count, head_dim, t.keys);
-    load_values(value_rows, count, head_dim, t.values);
 
     // Queries before this partition see none of it.
     const int64_t first_query = start > first_position ? start - first_position : 0;
     const int64_t begin = first_query * group, num_cols = num_vectors(count);
     float* scores = t.scores + begin * kPartition;
-    matmul(num_rows - begin, num_cols, t.queries + begin * head_dim, head_dim, t.keys, kPartition,
-           head_dim, scores, kPartition);
+    matmul(num_rows - begin, num_cols * kWidth, t.queries + begin * head_dim, head_dim,
+           Dense{t.keys, kPartition}, head_dim, scores, kPartition);
     for (int64_t i = begin; i < num_rows; ++i) {
       const int64_t seen = first_position + i / group + 1 - start;
       weigh(t.scores + i * kPartition, seen < count ? seen : count, num_cols,
             t.partial_highest + i, t.partial_total + i);
     }
-    matmul(num_rows - begin, head_dim / kWidth, scores, kPartition, t.values, head_dim, count,
-           t.partial + begin * head_dim, head_dim);
+    float* partial = t.partial + begin * head_dim;
+    if (num_rows - begin <= kTileRows) {  // each value is used once: convert it in flight
+      matmul(num_rows - begin, head_dim, scores, kPartition, Scattered<E>{value_rows}, count,
+             partial, head_dim);
+    } else {
+      load_values(value_rows, count, head_dim, t.values);
+      matmul(num_rows - begin, head_dim, scores, kPartition, Dense{t.values, head_dim}, count,
+             partial, head_dim);
+    }
     merge(t, begin, num_rows, head_dim);
   }
   store_attended<E>(args, first_token, num_queries, kv_head, t);

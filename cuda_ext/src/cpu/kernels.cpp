@@ -11,7 +11,7 @@ namespace {
 
 using namespace streamkv;
 
-// Calls body(offset, load_part, store_part) along a row: whole vectors, then the rest.
+// A row of `length`: whole(offset) for each whole vector, then rest(offset, count) for what is left.
 template <class Whole, class Rest>
 inline void along(int64_t length, Whole whole, Rest rest) {
   int64_t i = 0;

@@ -102,7 +102,7 @@ inline float max(vfloat x) {
 }
 
 inline vint lane_index() {
-  vint index;
+  vint index = {};
   for (int i = 0; i < kWidth; ++i) index[i] = i;
   return index;
 }
@@ -216,6 +216,7 @@ inline void transpose_words(const char* const* rows, int64_t offset, vuint out[4
   out[2] = (vuint)STREAMKV_UNPACK_PAIRS(lo, ab_high, cd_high);
   out[3] = (vuint)STREAMKV_UNPACK_PAIRS(hi, ab_high, cd_high);
 #else
+  for (int w = 0; w < 4; ++w) out[w] = vuint{};
   for (int i = 0; i < kWidth; ++i) {
     uint32_t words[4];
     memcpy(words, rows[i] + offset, sizeof(words));
