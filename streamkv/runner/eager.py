@@ -20,11 +20,17 @@ class Eager:
     """Implements `ops.Ops` on tensors; handles are tensors of the weights' dtype and device."""
 
     def __init__(
-        self, kernels: KernelTable, weights: Mapping[str, Tensor], kv_cache: Tensor
+        self,
+        kernels: KernelTable,
+        weights: Mapping[str, Tensor],
+        kv_cache: Tensor,
+        *,
+        max_model_len: int,
     ) -> None:
         self._kernels = kernels
         self._weights = weights
         self._kv_cache = kv_cache  # [blocks, layers, 2, num_kv_heads, block_size, head_dim]
+        self._max_model_len = max_model_len
         self._rope_tables: dict[Rope, Tensor] = {}
 
     def embedding(self, token_ids: Tensor, weight: Parameter) -> Tensor:
@@ -45,7 +51,9 @@ class Eager:
     def rotary(self, qkv: Tensor, positions: Tensor, rope: Rope, shape: AttentionShape) -> Tensor:
         table = self._rope_tables.get(rope)
         if table is None:
-            table = self._rope_tables[rope] = rope_table(rope).to(qkv.device)
+            num_positions = min(rope.max_positions, self._max_model_len)
+            table = rope_table(rope, num_positions).to(qkv.device)
+            self._rope_tables[rope] = table
         return self._kernels.rotary(qkv, positions, table, shape)
 
     def store_kv(self, qkv: Tensor, batch: Batch, layer: int, shape: AttentionShape) -> None:
@@ -72,14 +80,14 @@ class Eager:
         return self._kernels.select_rows(x, rows)
 
 
-def rope_table(rope: Rope) -> Tensor:
-    """float32 [max_positions, head_dim]: head_dim/2 cosines, then head_dim/2 sines.
+def rope_table(rope: Rope, num_positions: int) -> Tensor:
+    """float32 [num_positions, head_dim]: head_dim/2 cosines, then head_dim/2 sines.
 
     The angle is a float32 product of position and frequency, as in the training code of these
     models: a more exact one would rotate far positions differently from what they learnt.
     """
     exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
     frequencies = 1.0 / rope.theta**exponents  # [head_dim / 2]
-    positions = torch.arange(rope.max_positions, dtype=torch.float32)
+    positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -130,7 +130,8 @@ class ModelRunner:
         plan = self._plan(model.config, dtype, budget.free_bytes)
         # One block, and an override, are given whatever is left.
         self._reserve(budget, "KV cache", plan.num_bytes, overcommit=True)
-        ops = Eager(kernels, weights, self._allocate_kv_cache(model.config, plan, dtype))
+        kv_cache = self._allocate_kv_cache(model.config, plan, dtype)
+        ops = Eager(kernels, weights, kv_cache, max_model_len=plan.max_model_len)
         self._try_out(model, ops)
         self._loaded = _Loaded(model, ops, _build_rows(config, plan, model.config))
         info = RunnerInfo(

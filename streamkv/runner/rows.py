@@ -177,7 +177,10 @@ class Rows:
 
         # A token that the vocabulary doesn't have is never sampled: masking it is done.
         stop_ids = np.frombuffer(sampling.min_tokens_stop_ids, np.int32).astype(np.int64)
-        self._stop_ids[row] = stop_ids[stop_ids < self._vocab_size]
+        stop_ids = stop_ids[stop_ids < self._vocab_size]
+        if len(stop_ids) == self._vocab_size:  # nothing would be left to choose
+            stop_ids = stop_ids[:0]
+        self._stop_ids[row] = stop_ids
         bias_ids = np.frombuffer(sampling.bias_ids, np.int32).astype(np.int64)
         known = bias_ids < self._vocab_size
         bias_values = np.frombuffer(sampling.bias_values, np.float32)

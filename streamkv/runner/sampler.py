@@ -79,20 +79,17 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     for start in range(0, len(random_rows), chunk_rows):
         rows = random_rows[start : start + chunk_rows]
         index = torch.from_numpy(rows).to(logits.device)
-        token_ids[index] = _draw(scores[index], batch, rows)
+        token_ids[index] = _draw(scores[index].float(), batch, rows)
     return Sampled(
         token_ids.to("cpu", torch.int32).numpy(), _logprobs(logits, token_ids, batch.num_logprobs)
     )
 
 
 def _edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """float32 scores [R, V]; `logits` itself if it is float32 and there is nothing to edit."""
-    num_edits = len(batch.added.rows) + len(batch.repeated.rows) + len(batch.subtracted.rows)
-    scores = logits.float()
-    if not num_edits:
-        return scores
-    if scores is logits:
-        scores = logits.clone()
+    """Scores [R, V]: `logits` itself if there is nothing to edit, else a float32 copy."""
+    if not (len(batch.added.rows) + len(batch.repeated.rows) + len(batch.subtracted.rows)):
+        return logits
+    scores = logits.to(torch.float32, copy=True)
     index, values = _on_device(batch.added, logits)
     scores.index_put_(index, values, accumulate=True)
     index, values = _on_device(batch.repeated, logits)
@@ -100,7 +97,8 @@ def _edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
     scores[index] = torch.where(old > 0, old / values, old * values)
     index, values = _on_device(batch.subtracted, logits)
     scores[index] -= values
-    return scores
+    # A request's tiny repetition penalty may overflow; that must not look like broken weights.
+    return scores.clamp_(max=torch.finfo(torch.float32).max)
 
 
 def _on_device(edits: Edits, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -111,7 +109,8 @@ def _on_device(edits: Edits, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tenso
 
 
 def _draw(scores: Tensor, batch: SamplingBatch, rows: Ints) -> Tensor:
-    """Tokens for `rows`, whose scores [n, V] these are; changes `scores`."""
+    """Tokens for `rows`, whose float32 scores [n, V] these are; changes `scores`."""
+    scores -= scores.amax(dim=-1, keepdim=True)  # so that no temperature can overflow
     scores /= _column(batch.temperature[rows], scores)
     _filter_min_p(scores, batch.min_p[rows])
     _filter_top_k(scores, batch.top_k[rows])

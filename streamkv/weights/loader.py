@@ -8,6 +8,7 @@ any memory is taken; at most one checkpoint tensor is in memory besides the mode
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -54,7 +55,7 @@ def open_checkpoint(checkpoint: Checkpoint) -> WeightSource:
 
 def weight_bytes(parameters: Sequence[Parameter], dtype: torch.dtype) -> int:
     """What the parameters take in memory."""
-    return sum(torch.Size(parameter.shape).numel() for parameter in parameters) * dtype.itemsize
+    return sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
 
 
 def load_parameters(

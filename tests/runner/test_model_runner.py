@@ -163,6 +163,14 @@ def test_penalties_and_biases_equal_a_plain_computation(folder, oracle):
     assert results["stop"][0].finish_reason == FinishReason.STOP
 
 
+def test_stop_ids_that_are_the_whole_vocabulary_leave_something_to_choose(folder, expected):
+    everything = request("all", prompts()[4], 4, min_tokens=4, stop_token_ids=[*range(VOCAB_SIZE)])
+    runner, info = load_runner(folder)
+    results = run_requests(runner, info, [everything, request("other", prompts()[5], 4)])
+    assert results["other"][0].token_ids == expected[5][:4]
+    assert results["all"][0].finish_reason != FinishReason.ERROR
+
+
 def edited(logits: torch.Tensor, name: str, token_ids: list[int], prompt_len: int) -> torch.Tensor:
     """The definitions, written out."""
     logits, output = logits.clone(), token_ids[prompt_len:]

@@ -189,6 +189,18 @@ def test_a_row_gets_the_same_token_whatever_the_batch():
         assert single.logprobs in ((), (together.logprobs[row],))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
+@pytest.mark.parametrize("penalty", [1e-45, 1e-30, 100.0])
+def test_no_legal_parameter_can_make_logits_look_broken(temperature, penalty):
+    logits = random_logits(1)
+    every = edits(*((0, token_id, penalty) for token_id in range(VOCAB_SIZE)))
+    bias = edits((0, 5, 100.0), (0, 6, -100.0))
+    batch = sampling(1, temperature=temperature, uniforms=0.999, repeated=every, added=bias)
+    (token_id,) = sample(logits, batch).token_ids.tolist()
+    assert 0 <= token_id < VOCAB_SIZE
+    assert logits[0, token_id] > 0 or token_id == 5 or penalty == 100.0
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_an_error(temperature, value):

@@ -7,6 +7,7 @@ event.
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 from typing import Any
@@ -15,6 +16,11 @@ import httpx
 import openai
 import pytest
 from server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Server, fake_runner, serve
+
+from streamkv.server.chat import NOT_HONOURED as CHAT_NOT_HONOURED
+from streamkv.server.chat import ChatRequest
+from streamkv.server.completions import NOT_HONOURED as TEXT_NOT_HONOURED
+from streamkv.server.completions import CompletionRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
@@ -269,3 +275,29 @@ def test_leaving_in_the_middle_of_a_body_is_no_error(caplog: pytest.LogCaptureFi
         with running.client() as client:
             assert client.post(TEXT, json=text()).status_code == 200
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+STRANGE = [
+    *(None, True, 0, -1, 2**31, 2**63, -(2**70), 10**400, 0.5, -1e308, "", "\0", "😀" * 9),
+    *([], [None], [[]], ["a"], [2**40], [[1, 2], [3]], {}, {"a": 1}, {"1": 1}, {"9" * 5000: 1}),
+    *([USER], [{"role": "assistant", "content": ""}], {"include_usage": True}),
+]
+
+
+def test_no_mixture_of_strange_values_is_a_500(server: Server) -> None:
+    rng = random.Random(11)
+    chat_fields = [*ChatRequest.__struct_fields__, *CHAT_NOT_HONOURED]
+    text_fields = [*CompletionRequest.__struct_fields__, *TEXT_NOT_HONOURED]
+    statuses = set()
+    with server.client() as client:
+        for _ in range(150):
+            path, body, fields = rng.choice(
+                ((CHAT, chat(), chat_fields), (TEXT, text(), text_fields))
+            )
+            for field in rng.sample(fields, rng.randint(1, 3)):
+                body[field] = rng.choice(STRANGE)
+            body["max_tokens"] = body["max_tokens"] or 1
+            answer = client.post(path, json=body)
+            statuses.add(answer.status_code)
+            assert answer.status_code in (200, 400, 404), (body, answer.text)
+    assert {200, 400} <= statuses

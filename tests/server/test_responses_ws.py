@@ -385,8 +385,14 @@ def test_cancel_sent_with_the_request_is_not_lost() -> None:
     with serve(fake_runner(gate=gate)) as server:
 
         async def talk(socket: Socket) -> None:
-            await socket.create("hi")
-            await socket.send({"type": "response.cancel"})
+            # In one segment, so that the second is there before the first has begun.
+            protocol = socket.connection.protocol
+            for message in (
+                {"type": "response.create", "input": "hi"},
+                {"type": "response.cancel"},
+            ):
+                protocol.send_text(json.dumps(message).encode())
+            socket.connection.transport.write(b"".join(protocol.data_to_send()))
             response = await socket.finish()
             assert (response.status, response.output) == ("cancelled", [])
             gate.release(1000)
@@ -517,13 +523,15 @@ def test_while_the_model_loads_a_request_is_an_error_event() -> None:
 
 
 def test_closing_mid_stream_frees_all_blocks_within_two_steps() -> None:
-    gate = threading.Semaphore(6)
+    gate = threading.Semaphore(0)
     with serve(fake_runner(gate=gate)) as server:
 
         async def talk(socket: Socket) -> None:
             for lane in ("a", "b", "c"):
                 await socket.create("hi", stream_id=lane, max_output_tokens=300, ignore_eos=True)
                 await socket.create("queued", stream_id=lane)
+                await socket.receive_until("response.in_progress", lane=lane)
+            gate.release(6)
             for lane in ("a", "b", "c"):
                 if not any(e.type.endswith("text.delta") for e in socket.lane(lane)):
                     await socket.receive_until("response.output_text.delta", lane=lane)

@@ -13,9 +13,10 @@ from starlette.testclient import TestClient
 
 from streamkv import __version__
 from streamkv.errors import ModelLoadError
-from streamkv.server.page import page_routes
+from streamkv.server.page import HEADERS, find_folder, page_routes
 
 TEXT = "/v1/completions"
+CSP = "content-security-policy"
 
 
 def scrape(server: Server) -> dict[tuple[str, str], float]:
@@ -211,6 +212,16 @@ def test_the_page_is_served_with_a_strict_policy_and_revalidated(tmp_path: Path)
     for path in ("/.secret", "/vendor", "/vendor/", "/vendor/../.secret", "/nothing.js"):
         assert client.get(path).status_code == 404
     assert client.post("/").status_code == 405
+
+
+def test_the_application_serves_the_checkouts_page(server: Server) -> None:
+    folder = find_folder()
+    assert folder is not None
+    with server.client() as client:
+        assert client.get("/").text == (folder / "index.html").read_text()
+        assert client.get("/").headers["content-security-policy"] == HEADERS[CSP]
+        for path in ("style.css", "app.js"):
+            assert client.get(f"/{path}").status_code == 200
 
 
 def test_an_application_without_a_page_has_no_page_routes() -> None:

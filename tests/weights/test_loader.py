@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import weakref
 from pathlib import Path
 
 import gguf
@@ -100,6 +101,28 @@ def test_fused_weights_hold_their_parts_in_order(tmp_path):
     assert torch.equal(weights[f"{attention}.qkv_proj.weight"], torch.cat(parts))
     parts = [tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
     assert torch.equal(weights["model.layers.1.mlp.gate_up_proj.weight"], torch.cat(parts))
+
+
+def test_one_tensor_at_a_time_is_in_memory_besides_the_model(tmp_path):
+    class Watched:
+        """A source that knows whether what it gave out is still alive."""
+
+        def __init__(self, source):
+            self.source, self.config, self.shapes = source, source.config, source.shapes
+            self.given: list[weakref.ref] = []
+
+        def read(self, name):
+            assert not any(reference() is not None for reference in self.given), name
+            values = self.source.read(name).copy()
+            self.given.append(weakref.ref(values))
+            return values
+
+    source = Watched(open_checkpoint(Checkpoint(save_tiny_checkpoint(tmp_path), "huggingface")))
+    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
+    load_parameters(
+        source, parameters, dtype=torch.bfloat16, device=CPU, progress=lambda fraction: None
+    )
+    assert len(source.given) == len(source.shapes)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
