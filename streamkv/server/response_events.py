@@ -128,9 +128,10 @@ class ResponseBuilder:
         """The events of one delta; where it carries a finish reason, the closing ones too."""
         reason = delta.finish_reason
         events: list[Event] = []
-        if self._item is None and reason is not FinishReason.ABORT:
+        has_content = bool(delta.text or delta.logprobs)
+        if self._item is None and (has_content or reason is not FinishReason.ABORT):
             events += self._open_item()
-        if self._item is not None and (delta.text or delta.logprobs):
+        if self._item is not None and has_content:
             events.append(self._text_delta(self._item, delta))
         if reason is not None:
             events += self._finish(reason, usage)
@@ -211,6 +212,7 @@ async def response_events(
     yield builder.begin()
     try:
         async for delta in stream:
-            yield builder.push(delta, stream.usage)
+            if events := builder.push(delta, stream.usage):
+                yield events
     except StreamkvError as error:
         yield builder.fail(error, stream.usage)

@@ -2,9 +2,11 @@
 
 Speaks OpenAI's Responses WebSocket mode as the official `openai` package types it
 (`responses_client_event.py`, `responses_server_event.py`). A `response.create` names a lane by
-`stream_id`, or belongs to the unnamed one: first in, first out within a lane, errors included;
-lanes run in parallel. `previous_response_id` goes on from a response of this connection, whatever
-its lane. Our extension `response.cancel` {response_id | stream_id} ends a running response.
+`stream_id`, or belongs to the unnamed one: first in, first out within a lane, errors included
+(only what a full queue refuses is refused at once); lanes run in parallel. `previous_response_id`
+goes on from a finished response of this connection, whatever its lane. Our extension
+`response.cancel` {response_id | stream_id} ends a running response; with neither, the one that
+runs in the unnamed lane.
 
 Owns the connection: its lanes, its history, its one writer. Knows the engine only through
 `open_response` and TokenStream. Invariants:
@@ -204,18 +206,18 @@ class ResponsesSocket:
     def _cancel(self, event: ClientEvent) -> None:
         """Cancel the running response of that id, or else of that lane."""
         if event.response_id is None:
-            lanes = [lane for lane in (self._lanes.get(event.stream_id),) if lane is not None]
-            running = [lane.turns[0] for lane in lanes]
+            lane = self._lanes.get(event.stream_id)
+            turn = None if lane is None else lane.turns[0]
         else:
-            running = [lane.turns[0] for lane in self._lanes.values()]
-            running = [turn for turn in running if turn.response_id == event.response_id]
-        if not running:
+            running = (lane.turns[0] for lane in self._lanes.values())
+            turn = next((turn for turn in running if turn.response_id == event.response_id), None)
+        if turn is None:
             raise NotFoundError(
                 "response.cancel: no such response is running on this connection",
                 param="stream_id" if event.response_id is None else "response_id",
                 code="response_not_found",
             )
-        running[0].cancel()
+        turn.cancel()
 
     async def _run_lane(self, lane: Lane) -> None:
         try:

@@ -15,6 +15,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Server, fake_runner, serve
 
+from streamkv.engine.outputs import TokenDelta, Usage
+from streamkv.protocol import FinishReason
+from streamkv.server.response_events import ResponseBuilder
+from streamkv.server.response_object import Response as ResponseBody
+from streamkv.server.response_request import NOT_HONOURED, ResponseRequest
+
 STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USER = {"role": "user", "content": "the quick brown fox"}
 ORDER = [
@@ -182,8 +188,6 @@ def test_the_sampled_tokens_logprob_alone_can_be_asked_for(server: Server) -> No
 
 
 def test_every_optional_field_may_be_null(server: Server) -> None:
-    from streamkv.server.response_request import NOT_HONOURED, ResponseRequest
-
     names = {*ResponseRequest.__struct_fields__, *NOT_HONOURED} - {"input", "max_output_tokens"}
     response = create(server, **dict.fromkeys(names), max_output_tokens=2)
     assert (response.temperature, response.top_p, response.model) == (1.0, 1.0, MODEL)
@@ -301,6 +305,17 @@ def test_leaving_a_stream_early_gives_its_blocks_back_within_two_steps() -> None
         gate.release(2)
         server.wait_idle()
         gate.release(1000)
+
+
+def test_text_that_comes_together_with_the_cancellation_is_told() -> None:
+    response = ResponseBody(id="resp_1", created_at=0, model=MODEL, temperature=1, top_p=1)
+    usage = Usage(num_prompt_tokens=3, num_cached_tokens=0, num_generated_tokens=1)
+    builder = ResponseBuilder(response)
+    builder.begin()
+    events = builder.push(TokenDelta(0, "late", (5,), finish_reason=FinishReason.ABORT), usage)
+    names = [*ORDER[2:], "response.incomplete"]
+    assert [event.event_type for event in events] == names
+    assert (builder.response.output_text, builder.response.status) == ("late", "cancelled")
 
 
 def test_the_event_lines_are_json_on_one_line_each(server: Server) -> None:
