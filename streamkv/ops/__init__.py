@@ -39,7 +39,6 @@ class Parameter:
     name: str
     shape: tuple[int, ...]  # [out_features, in_features], [vocab, hidden] or [hidden]
     parts: tuple[tuple[str, tuple[int, ...]], ...]  # (checkpoint name, shape), in order
-    optional: bool = False
 
 
 @dataclass(frozen=True)
