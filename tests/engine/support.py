@@ -44,7 +44,7 @@ def make_runner(**options: Any) -> FakeRunner:
 
 
 def make_engine(runner: FakeRunner, **overrides: Any) -> AsyncEngine:
-    return AsyncEngine("fake", runner=runner, tokenizer=TOKENIZER, **overrides)
+    return AsyncEngine("fake", runner=runner, **{"tokenizer": TOKENIZER} | overrides)
 
 
 def greedy(**params: Any) -> SamplingParams:

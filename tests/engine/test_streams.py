@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from typing import Any
 
 import pytest
 import uvloop
@@ -94,26 +96,32 @@ def test_a_prompt_may_be_text():
     run(main)
 
 
-def test_a_long_text_is_tokenized_off_the_loop_and_gives_the_same_tokens():
-    text = "the fox and the dog " * 2000
+class NotingTokenizer:
+    """The tiny tokenizer, noting which threads encode."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TOKENIZER, name)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize(("repeats", "on_the_loop"), [(10, True), (2000, False)])
+def test_only_a_long_text_is_tokenized_off_the_loop(repeats, on_the_loop):
+    text = "the fox and the dog " * repeats
     runner = make_runner(max_model_len=60_000, num_blocks=10_000)
+    tokenizer = NotingTokenizer()
 
     async def main() -> None:
-        async with make_engine(runner, max_num_batched_tokens=8192) as engine:
-            stream = engine.generate(text, greedy(max_tokens=1))
-            turns = 0
-
-            async def count_turns() -> None:
-                nonlocal turns
-                while not stream.prompt_token_ids:
-                    turns += 1
-                    await asyncio.sleep(0)
-
-            async with asyncio.TaskGroup() as group:
-                group.create_task(count_turns())
+        async with make_engine(runner, tokenizer=tokenizer, max_num_batched_tokens=8192) as engine:
+            async with engine.generate(text, greedy(max_tokens=1)) as stream:
                 await stream.collect()
             assert list(stream.prompt_token_ids) == TOKENIZER.encode(text)
-            assert turns > 10
+        assert [ident == threading.get_ident() for ident in tokenizer.threads] == [on_the_loop]
 
     run(main)
 
