@@ -12,7 +12,7 @@ NATIVE := $(shell find cuda_ext -type f) pyproject.toml
 .PHONY: serve test lint unit gpu-check wheel clean
 
 serve: $(VENV)/.installed
-	$(BIN)/streamkv serve $(ARGS)
+	@$(BIN)/streamkv serve $(ARGS)
 
 test: lint unit
 
@@ -32,17 +32,20 @@ wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 $(VENV)/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamkv needs Python 3.11 or newer: make PYTHON=python3.12 serve")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamkv needs Python 3.11 or newer: make PYTHON=python3.12 serve")'
+	@echo "installing $(TORCH) into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 
 $(VENV)/.installed: $(VENV)/bin/python $(NATIVE)
-	$(BIN)/python -m pip install --quiet --editable . "$(TORCH)"
-	touch $@
+	@echo "building streamkv (about a minute)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . "$(TORCH)"
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TORCH)"
-	touch $@
+	@echo "installing the test tools"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist

@@ -119,4 +119,12 @@ def _parse(flag: Flag, value: Any, source: str) -> Any:
     try:
         return msgspec.convert(value, flag.hint, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}, got {value!r}") from None
+        raise ConfigError(f"{source}: expected {_expected(flag, error)}, got {value!r}") from None
+
+
+def _expected(flag: Flag, error: msgspec.ValidationError) -> str:
+    if flag.choices:
+        return "one of " + ", ".join(flag.choices)
+    kind = {int: "a whole number", float: "a number"}.get(flag.type, flag.type.__name__)
+    _, _, bound = str(error).partition("` ")  # "Expected `int` >= 1", or of a wrong type
+    return f"{kind} {bound}" if bound[:1] in ("<", ">") else kind

@@ -59,6 +59,25 @@ def test_a_wrong_value_is_an_error_that_names_its_source(arguments, environ, nam
         parse(*arguments, environ=environ)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("abc", "--block-size: expected a whole number, got 'abc'"),
+        ("0", "--block-size: expected a whole number >= 1, got '0'"),
+        ("1.5", "--block-size: expected a whole number, got '1.5'"),
+    ],
+)
+def test_a_wrong_number_says_what_was_expected(value, message):
+    with pytest.raises(ConfigError) as raised:
+        parse("--block-size", value)
+    assert str(raised.value) == message
+
+
+def test_a_wrong_choice_in_the_environment_lists_the_choices():
+    with pytest.raises(ConfigError, match="expected one of auto, bfloat16, float32, got 'fp16'"):
+        parse(environ={"STREAMKV_DTYPE": "fp16"})
+
+
 def test_wrong_usage_exits_2_and_a_missing_model_exits_1_with_one_line(capsys, tmp_path):
     assert main(["serve", "--port", "0", "--block-size", "0"]) == 2
     assert main(["serve", "--port", "0", "one-model", "--model", "another"]) == 2

@@ -7,12 +7,13 @@ import { copyText } from "./dom.js";
 import * as transport from "./transport.js";
 import { render } from "./view.js";
 
-const NO_SETTINGS = {
+// A small model rambles at temperature 1 and repeats itself far below; "" is the server's choice.
+const DEFAULT_SETTINGS = {
   instructions: "",
-  temperature: "",
-  top_p: "",
+  temperature: 0.7,
+  top_p: 0.95,
   top_k: "",
-  max_output_tokens: "",
+  max_output_tokens: 1024,
   seed: "",
 };
 const SENDABLE_KEY = /^[\w!#$%&'*+.^`|~-]+$/; // what a WebSocket subprotocol may be made of
@@ -26,7 +27,7 @@ const state = {
   messages: dropOpen(recall(sessionStorage, "messages", [])),
   draft: recall(sessionStorage, "draft", ""),
   editing: "", // id of the user's message that the draft will replace
-  settings: { ...NO_SETTINGS, ...recall(localStorage, "settings", {}) },
+  settings: { ...DEFAULT_SETTINGS, ...recall(localStorage, "settings", {}) },
   theme: recall(localStorage, "theme", ""), // "": as the system has it
   notice: "", // an error that belongs to no answer
   isFollowing: true, // the view stays at the newest line
@@ -165,12 +166,12 @@ const actions = {
     keep(localStorage, "theme", state.theme);
   },
   settings() {
-    for (const name in NO_SETTINGS) settingsForm.elements[name].value = state.settings[name];
+    for (const name in DEFAULT_SETTINGS) settingsForm.elements[name].value = state.settings[name];
     $("settings").showModal();
   },
   "reset-settings"() {
     settingsForm.reset();
-    setSettings(NO_SETTINGS);
+    setSettings(DEFAULT_SETTINGS);
   },
 };
 

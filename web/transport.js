@@ -178,7 +178,7 @@ export class Link {
       if (!models.ok) return lost(refusal, models);
       return { type: "found", model: body.data?.[0]?.id ?? "" };
     } catch {
-      return { type: "lost", detail: "the server can't be reached" };
+      return { type: "lost", detail: "The server can't be reached" };
     }
   }
 

@@ -1,6 +1,6 @@
 """AsyncEngine: a language model behind an asyncio interface, to embed or to serve.
 
-Owns the life of the engine (loading, ready, failed, closed), its device thread and its loops, one
+Owns the life of the engine (loading, ready, draining, failed, closed), its device thread and its loops, one
 by model id. It must not know HTTP, nor what is inside a runner. It belongs to the event loop that
 started it; it installs no signal handler, starts no process and changes no process-wide setting.
 
@@ -48,6 +48,7 @@ LONG_TEXT_CHARS = 8192  # tokenizing more than this would hold up the loop: a th
 class EngineStatus(enum.StrEnum):
     LOADING = "loading"
     READY = "ready"
+    DRAINING = "draining"  # what runs goes on, nothing new is taken
     FAILED = "failed"  # it could not load, or it died
     CLOSED = "closed"
 
@@ -82,6 +83,7 @@ class AsyncEngine:
         self._device: DeviceThread | None = None
         self._loops: dict[str, EngineLoop] = {}
         self._settled = asyncio.Event()  # set once the status is not LOADING
+        self._draining = asyncio.Event()  # set once its end was asked for
         self._last_stats = EngineStats()
 
     # --- life --------------------------------------------------------------------------------
@@ -105,8 +107,25 @@ class AsyncEngine:
             raise self._error
         self._check_ready()
 
+    def drain(self) -> None:
+        """Take no request any more; those that were admitted go on. Idempotent."""
+        if self._status in (EngineStatus.LOADING, EngineStatus.READY):
+            self._set_status(EngineStatus.DRAINING)
+        self._draining.set()
+
+    async def wait_draining(self) -> None:
+        """Until somebody calls `drain` or `close`."""
+        await self._draining.wait()
+
+    def end_requests(self) -> None:
+        """Raise EngineDeadError to the reader of every request that has not ended."""
+        error = EngineDeadError("the server is shutting down: this answer was cut; send it again")
+        for loop in self._loops.values():
+            loop.fail_all(error)
+
     async def close(self) -> None:
         """End every stream with ABORT, join the device thread, free the memory. Idempotent."""
+        self.drain()
         self._set_status(EngineStatus.CLOSED)
         for loop in self._loops.values():
             loop.stop()
@@ -146,6 +165,8 @@ class AsyncEngine:
             return str(self._error)
         if self._status is EngineStatus.LOADING:
             return str(self._device.progress) if self._device is not None else "not started"
+        if self._status is EngineStatus.DRAINING:
+            return "shutting down; it takes no new requests"
         return str(self._status)
 
     @property

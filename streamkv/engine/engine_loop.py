@@ -33,7 +33,7 @@ import msgspec
 
 from ..core.scheduler import Scheduler, TokenEvent
 from ..core.sequence import Sequence
-from ..errors import EngineDeadError, GenerationError, OverloadedError
+from ..errors import EngineDeadError, GenerationError, OverloadedError, StreamkvError
 from ..protocol import FinishReason, Request, StepInput, StepOutput
 from .mailbox import Mailbox
 
@@ -126,6 +126,11 @@ class EngineLoop:
             self._release(entry, FinishReason.ABORT)
             entry.mailbox.finish(FinishReason.ABORT)
             self._forget(entry)
+
+    def fail_all(self, error: StreamkvError) -> None:
+        """End every request with an error; the loop goes on."""
+        for entry in list(self._entries.values()):
+            self._fail(entry, error)
 
     def check_queue(self, num_choices: int, limit: int) -> None:
         """Raise OverloadedError if more than `limit` choices would wait. An empty queue takes any
@@ -233,7 +238,8 @@ class EngineLoop:
             if entry is None:
                 continue  # its request ended earlier in this step
             if event.finish_reason is FinishReason.ERROR:
-                self._fail(entry, f"generation failed on the device: {step_error}")
+                message = f"generation failed on the device: {step_error}"
+                self._fail(entry, GenerationError(message))
             else:
                 self._push(entry, event)
 
@@ -242,7 +248,8 @@ class EngineLoop:
             reason = entry.mailbox.push(event)
         except Exception as exc:  # text of one request: the others go on
             logger.exception("request %s: making text failed", entry.request.request_id)
-            self._fail(entry, f"making text of the tokens failed: {type(exc).__name__}: {exc}")
+            message = f"making text of the tokens failed: {type(exc).__name__}: {exc}"
+            self._fail(entry, GenerationError(message))
             return
         self._generation_tokens_total += 1
         if reason is None:
@@ -274,9 +281,9 @@ class EngineLoop:
 
     # --- the ends --------------------------------------------------------------------------
 
-    def _fail(self, entry: Entry, message: str) -> None:
+    def _fail(self, entry: Entry, error: StreamkvError) -> None:
         self._release(entry, FinishReason.ERROR)
-        entry.mailbox.fail(GenerationError(message))
+        entry.mailbox.fail(error)
         self._forget(entry)
 
     def _release(self, entry: Entry, reason: FinishReason) -> None:

@@ -56,7 +56,7 @@ def build_model(
     from ..weights.hub import resolve_checkpoint
 
     progress("finding the checkpoint", 0.0)
-    checkpoint = resolve_checkpoint(config.model)
+    checkpoint = resolve_checkpoint(config.model, progress)
     if tokenizer is None:
         progress("reading the tokenizer", 0.0)
         tokenizer = _read_tokenizer(checkpoint)

