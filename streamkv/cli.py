@@ -23,11 +23,9 @@ from .errors import ConfigError, EngineDeadError, StreamkvError
 from .flags import add_flags, build_config
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from .engine.async_engine import AsyncEngine
+    from .server.serving import Server
 
-GRACEFUL_SHUTDOWN_S = 10  # running streams may finish; then they are cut
 # The OpenMP threads of torch spin for milliseconds after a matrix product. Where others want
 # the same cores that halves the speed; a few microseconds cost little where nobody does.
 OPENMP_SPINS = "4000"
@@ -93,6 +91,7 @@ def serve(parsed: dict[str, object]) -> int:
         raise ConfigError(f"expected one model, got {positional!r} and --model {parsed['model']!r}")
     engine_config = build_config(EngineConfig, parsed, os.environ)
     server_config = build_config(ServerConfig, parsed, os.environ)
+    _check_key_variable(server_config)
     logging.basicConfig(
         level=server_config.log_level.upper(),
         format="%(asctime)s %(levelname).1s %(message)s",
@@ -102,6 +101,12 @@ def serve(parsed: dict[str, object]) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
     with _listen(server_config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(engine_config, server_config, listener))
+
+
+def _check_key_variable(config: ServerConfig) -> None:
+    """Elsewhere an empty variable is an unset one; here that would open the server to all."""
+    if not config.api_key and os.environ.get("STREAMKV_API_KEY") == "":
+        raise ConfigError("STREAMKV_API_KEY: expected a key, got an empty string; set or unset it")
 
 
 def _warn_if_open(config: ServerConfig) -> None:
@@ -135,27 +140,17 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 async def _serve(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
 ) -> int:
-    import uvicorn
-
     from .engine.async_engine import AsyncEngine
-    from .server.app import create_app
+    from .server.serving import Server
 
     engine = AsyncEngine(engine_config)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(engine, server_config),
-            http="httptools",
-            ws="websockets-sansio",
-            ws_max_size=server_config.max_body_bytes,
-            ws_per_message_deflate=False,  # 10 µs a token, for frames of a hundred bytes
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
-        )
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    server = Server(engine, server_config)
     logger.info("streamkv %s: %s", __version__, _url(server_config, listener))
+    return await run_server(server, engine, listener)
+
+
+async def run_server(server: Server, engine: AsyncEngine, listener: socket.socket) -> int:
+    """Serve until a signal, or raise what kept the model from loading. Returns the exit code."""
     loading = asyncio.create_task(_until_loaded(engine, server))
     try:
         await server.serve(sockets=[listener])
@@ -166,7 +161,7 @@ async def _serve(
     return 0
 
 
-async def _until_loaded(engine: AsyncEngine, server: uvicorn.Server) -> StreamkvError | None:
+async def _until_loaded(engine: AsyncEngine, server: Server) -> StreamkvError | None:
     """Wait for the model; if it can't be loaded, stop the server and return the reason."""
     try:
         await engine.wait_ready()

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from .errors import ConfigError
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -87,6 +89,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1024, description="largest request body or WebSocket message")
     ] = 16 * 1024 * 1024
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        if any(not key or key != key.strip() for key in self.api_key):
+            raise ConfigError(
+                "--api-key (STREAMKV_API_KEY): expected a key without spaces around it, got an "
+                "empty or padded one; set the variable it comes from, or leave the flag out"
+            )
 
     @property
     def bind_host(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Protocol
 
 import msgspec
@@ -19,6 +19,8 @@ from .errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 128
 
 
@@ -45,45 +47,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = (
         1.0  # divides positive / multiplies negative logits, prompt + output
     )
-    logit_bias: Mapping[int, float] = {}
+    logit_bias: Mapping[int, float] = {}  # at most MAX_LOGIT_BIASES tokens
     seed: int | None = None
     max_tokens: int | None = None  # None = as far as the context allows
     min_tokens: int = 0  # end tokens and stop ids are masked before that many tokens
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()  # at most MAX_STOP_STRINGS
+    stop_token_ids: Sequence[int] = ()  # at most MAX_STOP_TOKEN_IDS
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None = off; 0 = the sampled token's only; k = top k besides
 
     def __post_init__(self) -> None:
-        _require("n", self.n, 1, MAX_CHOICES)
+        _require_whole("n", self.n, 1, MAX_CHOICES)
         _require("temperature", self.temperature, 0.0, 100.0)
         _require("top_p", self.top_p, 0.0, 1.0, above=True)
-        _require("top_k", self.top_k, -1, 2**31 - 1)
+        _require_whole("top_k", self.top_k, -1, 2**31 - 1)
         _require("min_p", self.min_p, 0.0, 1.0)
         _require("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _require("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         if self.seed is not None:
-            _require("seed", self.seed, -(2**63), 2**63 - 1)
+            _require_whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _require("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _require("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
+            _require_whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _require_whole("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
         if self.logprobs is not None:
-            _require("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _require_few("logit_bias", self.logit_bias, MAX_LOGIT_BIASES, "tokens")
         for token_id, bias in self.logit_bias.items():
-            _require("logit_bias", token_id, 0, 2**31 - 1)
+            _require_whole("logit_bias", token_id, 0, 2**31 - 1)
             _require("logit_bias", bias, -100.0, 100.0)
+        _require_few("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "tokens")
         for token_id in self.stop_token_ids:
-            _require("stop_token_ids", token_id, 0, 2**31 - 1)
+            _require_whole("stop_token_ids", token_id, 0, 2**31 - 1)
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(
-                f"stop: expected at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}",
-                param="stop",
-            )
+        _require_few("stop", self.stop, MAX_STOP_STRINGS, "strings")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequestError("stop: expected non-empty strings", param="stop")
 
@@ -96,6 +96,21 @@ def _require(name: str, value: float, low: float, high: float, *, above: bool = 
         bracket = "(" if above else "["
         raise InvalidRequestError(
             f"{name}: expected a number in {bracket}{low}, {high}], got {value!r}", param=name
+        )
+
+
+def _require_whole(name: str, value: int, low: int, high: int) -> None:
+    """Raise unless it is an int from low to high."""
+    _require(name, value, low, high)
+    if not isinstance(value, int):
+        raise InvalidRequestError(f"{name}: expected a whole number, got {value!r}", param=name)
+
+
+def _require_few(name: str, items: Sized, limit: int, what: str) -> None:
+    """Raise if there are more than `limit`: they are looked at one by one, while others wait."""
+    if len(items) > limit:
+        raise InvalidRequestError(
+            f"{name}: expected at most {limit} {what}, got {len(items)}", param=name
         )
 
 
@@ -164,6 +179,10 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
             bias_values=array("f", params.logit_bias.values()).tobytes(),
         )
 
+    def of_choice(self, choice: int) -> RowSampling:
+        """The same for another choice of the request, the packed arrays shared."""
+        return msgspec.structs.replace(self, choice=choice)
+
 
 class RowAdded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sequence takes a row: at admission, or when it resumes after preemption."""
@@ -205,6 +224,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_id: int
     sampled: bytes  # int32 [num_asking]: a token per row that asked, in `scheduled`'s order
     logprobs: tuple[RowLogprobs | None, ...] = ()  # () or one per sampled token
+    failed: bytes = b""  # int32 [n]: places in `sampled` whose logits were not finite; no tokens
     error: str = ""  # not empty: nothing was sampled; the rows of this step are lost
     duration_s: float = 0.0
 

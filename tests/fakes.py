@@ -108,6 +108,7 @@ class FakeRunner:
     `gate`: a Semaphore is acquired by each step, an Event waited for, before it begins.
     `fail_next`: not empty: the next step applies its changes, then fails with this message.
     `fail_step_ids`: steps that fail in the same way.
+    `broken_token_ids`: a row whose context holds one has no finite logits, nor KV, when it asks.
     `crash_next`: raised by the next step, as no runner should.
     `load_error`: raised by `load`; `load_gate` is waited for first.
     """
@@ -141,6 +142,7 @@ class FakeRunner:
         self.load_error = load_error
         self.fail_next = ""
         self.fail_step_ids: frozenset[int] = frozenset()
+        self.broken_token_ids: frozenset[int] = frozenset()
         self.crash_next: BaseException | None = None
         self.closed = False
         self.violations: list[str] = []
@@ -179,7 +181,7 @@ class FakeRunner:
         if failure:
             self._lose(scheduled)
             return StepOutput(step_id=step.step_id, sampled=b"", error=failure)
-        sampled, logprobs = self._compute(scheduled)
+        sampled, logprobs, failed = self._compute(scheduled)
         if len(self.violations) > num_violations:
             error = "; ".join(self.violations[num_violations:])
             return StepOutput(step_id=step.step_id, sampled=b"", error=error)
@@ -187,6 +189,7 @@ class FakeRunner:
             step_id=step.step_id,
             sampled=pack_ints(sampled),
             logprobs=tuple(logprobs) if any(logprobs) else (),
+            failed=pack_ints(failed),
             duration_s=0.001,
         )
 
@@ -254,16 +257,25 @@ class FakeRunner:
 
     def _compute(
         self, scheduled: list[tuple[int, ...]]
-    ) -> tuple[list[int], list[RowLogprobs | None]]:
+    ) -> tuple[list[int], list[RowLogprobs | None], list[int]]:
+        """Tokens and logprobs of those who asked, and the places among them that failed."""
         sampled: list[int] = []
         logprobs: list[RowLogprobs | None] = []
+        failed: list[int] = []
         # All writes come before all reads, as on a device that runs layer by layer.
         for row_id, start, count, _ in scheduled:
             self._write(self.rows[row_id], start, count)
+            self.num_computed_tokens += count
         for row_id, start, count, ask in scheduled:
             row = self.rows[row_id]
             context_crc = self._read_context(row, row_id, start + count)
-            if ask == Ask.SAMPLE:
+            if ask == Ask.SAMPLE and not self.broken_token_ids.isdisjoint(row.token_ids):
+                self._write(row, start, count, EMPTY)
+                self._lose([(row_id, start, count, ask)])
+                failed.append(len(sampled))
+                sampled.append(0)
+                logprobs.append(None)
+            elif ask == Ask.SAMPLE:
                 token_id = self._sample(row, context_crc)
                 num_logprobs = row.sampling.num_logprobs
                 sampled.append(token_id)
@@ -272,14 +284,15 @@ class FakeRunner:
                     if num_logprobs >= 0
                     else None
                 )
-        return sampled, logprobs
+        return sampled, logprobs, failed
 
-    def _write(self, row: _Row, start: int, count: int) -> None:
-        self.num_computed_tokens += count
+    def _write(self, row: _Row, start: int, count: int, token_id: int | None = None) -> None:
+        """Store the row's tokens of these positions, or `token_id` for all of them."""
         block_size = self.info.block_size
         for position in range(start, start + count):
             block_id = row.block_table[position // block_size]
-            self.kv_token_ids[block_id][position % block_size] = row.token_ids[position]
+            stored = row.token_ids[position] if token_id is None else token_id
+            self.kv_token_ids[block_id][position % block_size] = stored
             self.kv_positions[block_id][position % block_size] = position
 
     def _read_context(self, row: _Row, row_id: int, num_tokens: int) -> int:

@@ -26,7 +26,7 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
     "__main__": 6,
 }
 SAME_LAYER = {  # the few siblings that may see each other
-    ("errors", "config"),
+    ("config", "errors"),
     ("protocol", "errors"),
     ("weights", "models"),  # loading needs the facts a model is built from
     ("cli", "flags"),

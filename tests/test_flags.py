@@ -87,6 +87,15 @@ def test_wrong_usage_exits_2_and_a_missing_model_exits_1_with_one_line(capsys, t
     assert last.startswith("streamkv: ") and "nothing.gguf" in last
 
 
+@pytest.mark.parametrize("key", ["", " ", "key ", "\n"])
+def test_an_empty_or_padded_api_key_is_wrong_usage_that_names_the_flag(capsys, monkeypatch, key):
+    assert main(["serve", "--port", "0", "--api-key", "good", "--api-key", key]) == 2
+    assert "--api-key" in (error := capsys.readouterr().err) and "good" not in error
+    monkeypatch.setenv("STREAMKV_API_KEY", key)
+    assert main(["serve", "--port", "0"]) == 2
+    assert "STREAMKV_API_KEY" in capsys.readouterr().err
+
+
 def test_help_imports_neither_torch_nor_transformers_nor_the_server():
     probe = (
         "import sys; sys.argv = ['streamkv', '--help']\n"

@@ -155,10 +155,17 @@ class Scheduler:
         end_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
         if params.stop_token_ids:
             end_token_ids = end_token_ids.union(params.stop_token_ids)
+        token_ids = list(request.prompt_token_ids)
+        sampling = RowSampling.build(request, 0, self._eos_token_ids)
         sequences = []
         for choice in range(params.n):
             sequence = Sequence(
-                request, choice, arrival=self._num_arrivals, end_token_ids=end_token_ids
+                request,
+                choice,
+                arrival=self._num_arrivals,
+                token_ids=token_ids,
+                end_token_ids=end_token_ids,
+                sampling=sampling,
             )
             self._num_arrivals += 1
             insort(self._waiting, sequence, key=_order)
@@ -262,14 +269,14 @@ class Scheduler:
             sequence.num_cached_tokens = num_hit_tokens
             self.num_prefix_queries_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += num_hit_tokens
+            sequence.token_ids = sequence.token_ids.copy()  # its own from now on
         count = min(sequence.num_uncomputed_tokens, plan.budget)
         num_blocks = kv.num_blocks_for(num_hit_tokens + count)
         kv.append(sequence, num_blocks - len(sequence.block_table))
         sequence.row = heapq.heappop(self._free_rows)
         sequence.status = SequenceStatus.RUNNING
         insort(self._running, sequence, key=_order)
-        sampling = RowSampling.build(sequence.request, sequence.choice, self._eos_token_ids)
-        plan.add_row(sequence, sampling)
+        plan.add_row(sequence, sequence.sampling.of_choice(sequence.choice))
         plan.schedule_tokens(sequence, count)
 
     # --- its results -------------------------------------------------------------------------
@@ -299,22 +306,31 @@ class Scheduler:
                 f"expected {num_asking} tokens for step {step.step_id}, got {len(sampled)} "
                 f"with {len(output.logprobs)} logprobs",
             )
+        failed = frozenset(unpack_ints(output.failed))
+        if not failed <= frozenset(range(num_asking)):
+            raise IntegrityError(
+                "I4", f"expected places below {num_asking} as failed, got {sorted(failed)}"
+            )
         block_size = self._kv.block_size
-        results = iter(zip(sampled, output.logprobs or (None,) * num_asking, strict=True))
+        results = iter(
+            enumerate(zip(sampled, output.logprobs or (None,) * num_asking, strict=True))
+        )
         events = []
         for (sequence, start, count), asks in zip(step.scheduled, step.asks, strict=True):
+            place, (token_id, logprobs) = next(results) if asks else (NO_TOKEN, (NO_TOKEN, None))
+            if place in failed:
+                events += self._lose(sequence)
+                continue
             end = start + count
             if end // block_size > start // block_size:
                 self._publish(sequence, end)
-            if asks:
-                token_id, logprobs = next(results)
-                if sequence.finish_reason is None:
-                    events.append(self._take_token(sequence, token_id, logprobs))
+            if asks and sequence.finish_reason is None:
+                events.append(self._take_token(sequence, token_id, logprobs))
         return events
 
     def _publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Share what a step has computed, unless an earlier step failed to compute its prefix."""
-        if sequence.finish_reason is not FinishReason.ERROR:
+        if not sequence.is_lost:
             # Of a token that was dropped in flight, nobody knows the content.
             self._kv.publish(sequence, min(num_computed_tokens, len(sequence.token_ids)))
 
@@ -336,12 +352,15 @@ class Scheduler:
         return TokenEvent(sequence, token_id, logprobs, reason)
 
     def _fail(self, step: StepPlan) -> list[TokenEvent]:
-        events = []
-        for sequence, _, _ in step.scheduled:
-            if sequence.finish_reason is None:
-                self._end(sequence, FinishReason.ERROR)
-                events.append(TokenEvent(sequence, NO_TOKEN, None, FinishReason.ERROR))
-        return events
+        return [event for sequence, _, _ in step.scheduled for event in self._lose(sequence)]
+
+    def _lose(self, sequence: Sequence) -> list[TokenEvent]:
+        """A step failed for it: what its later steps compute means nothing."""
+        sequence.is_lost = True
+        if sequence.finish_reason is not None:
+            return []
+        self._end(sequence, FinishReason.ERROR)
+        return [TokenEvent(sequence, NO_TOKEN, None, FinishReason.ERROR)]
 
     # --- leaving -----------------------------------------------------------------------------
 

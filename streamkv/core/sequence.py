@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 
-from ..protocol import FinishReason, Request
+from ..protocol import FinishReason, Request, RowSampling
 from .integrity import IntegrityError
 from .prefix_tree import PrefixNode
 
@@ -33,6 +33,7 @@ class Sequence:
         "choice",
         "end_token_ids",
         "finish_reason",
+        "is_lost",
         "last_step_id",
         "max_num_tokens",
         "num_cached_tokens",
@@ -44,19 +45,30 @@ class Sequence:
         "prefix_node",
         "request",
         "row",
+        "sampling",
         "status",
         "stop_reason",
         "token_ids",
     )
 
     def __init__(
-        self, request: Request, choice: int, *, arrival: int, end_token_ids: frozenset[int]
+        self,
+        request: Request,
+        choice: int,
+        *,
+        arrival: int,
+        token_ids: list[int],
+        end_token_ids: frozenset[int],
+        sampling: RowSampling,
     ) -> None:
+        """`token_ids` is the prompt; the request's choices share it until they are admitted, so
+        that many choices of a long prompt can wait. `sampling` is any of its choices'."""
         self.request = request
         self.choice = choice
         self.order = (request.priority, arrival)  # of service: lower first, unique
         self.end_token_ids = end_token_ids  # sampling one of them ends the sequence
-        self.token_ids = list(request.prompt_token_ids)  # prompt and committed output
+        self.sampling = sampling
+        self.token_ids = token_ids  # prompt and committed output
         self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = self.num_prompt_tokens + request.max_tokens
         self.num_computed_tokens = 0  # KV written or in flight; 0 without blocks
@@ -69,6 +81,7 @@ class Sequence:
         self.last_step_id = -1  # the latest step that names it
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.is_lost = False  # a step failed to compute its KV; so it ends, or has ended already
         self.stop_reason: int | None = None  # the stop token id, if one of the request's ended it
 
     @property

@@ -8,14 +8,18 @@ event loop. Invariant: a request that passes can't fail on the device for what i
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..protocol import Request, RunnerInfo, SamplingParams
+from ..text.tokenizer import Tokenizer
 
 
-def check_prompt(prompt: object) -> str | tuple[int, ...]:
-    """The prompt as text or token ids. InvalidRequestError unless it is one and not empty."""
+def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
+    """The prompt as text or token ids. InvalidRequestError unless it is one and not empty.
+
+    ContextLengthError for too many ids, before any of them is looked at.
+    """
     if isinstance(prompt, (str, Sequence)) and not isinstance(prompt, (bytes, bytearray)):
         if not prompt:
             raise InvalidRequestError(
@@ -23,24 +27,65 @@ def check_prompt(prompt: object) -> str | tuple[int, ...]:
             )
         if isinstance(prompt, str):
             return prompt
-        wrong = next((item for item in prompt if type(item) is not int), None)
-        if wrong is None:
+        _check_prompt_len(len(prompt), max_model_len)
+        if set(map(type, prompt)) == {int}:
             return tuple(prompt)
+        wrong = next(item for item in prompt if type(item) is not int)
         got = f"a sequence with {wrong!r} in it"
     else:
         got = type(prompt).__name__
     raise InvalidRequestError(f"prompt: expected text or token ids, got {got}", param="prompt")
 
 
-def check_unicode(text: str) -> None:
+def check_name(name: str, value: object) -> None:
+    """InvalidRequestError unless `value` is text that can be written down."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(
+            f"{name}: expected text, got {type(value).__name__}", param=name
+        )
+    check_unicode(value, name)
+
+
+def check_priority(priority: object) -> None:
+    """InvalidRequestError unless requests can be ordered by it."""
+    if type(priority) is not int:
+        raise InvalidRequestError(
+            f"priority: expected a whole number, got {priority!r}", param="priority"
+        )
+
+
+def check_unicode(text: str, name: str = "prompt") -> None:
     """InvalidRequestError if the text has half of a surrogate pair, which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError as exc:
         raise InvalidRequestError(
-            f"prompt: expected Unicode text, got a lone surrogate at character {exc.start}",
-            param="prompt",
+            f"{name}: expected Unicode text, got a lone surrogate at character {exc.start}",
+            param=name,
         ) from None
+
+
+def check_text_fits(
+    text: str, tokenizer: Tokenizer, max_model_len: int, name: str = "prompt"
+) -> None:
+    """ContextLengthError if the text has too many tokens however it is tokenized."""
+    num_tokens = tokenizer.min_num_tokens(text)
+    if num_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"{name}: expected at most {max_model_len - 1} tokens, got {len(text)} characters, "
+            f"which are at least {num_tokens} tokens; shorten the prompt",
+            param=name,
+        )
+
+
+def check_num_messages(num_messages: int, max_model_len: int, name: str = "messages") -> None:
+    """ContextLengthError for more messages (and tool calls in them) than the context has tokens."""
+    if num_messages > max_model_len:
+        raise ContextLengthError(
+            f"{name}: expected at most {max_model_len} messages, one for each token of the "
+            f"context, got {num_messages}; send fewer",
+            param=name,
+        )
 
 
 def build_request(
@@ -57,6 +102,7 @@ def build_request(
     """The request as the scheduler takes it. InvalidRequestError, ContextLengthError."""
     if not prompt_token_ids:
         raise InvalidRequestError("prompt: expected at least one token, got none", param="prompt")
+    _check_prompt_len(len(prompt_token_ids), info.max_model_len)
     _check_vocabulary("prompt", prompt_token_ids, info.vocab_size)
     _check_vocabulary("logit_bias", sampling.logit_bias, info.vocab_size)
     _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
@@ -73,9 +119,18 @@ def build_request(
     )
 
 
-def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    if wrong is not None:
+def _check_prompt_len(num_tokens: int, max_model_len: int) -> None:
+    if num_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"prompt: expected at most {max_model_len - 1} tokens, which leaves one of the context "
+            f"of {max_model_len} for the answer, got {num_tokens}; shorten the prompt",
+            param="prompt",
+        )
+
+
+def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if token_ids and not (0 <= min(token_ids) and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(
             f"{name}: expected token ids from 0 to {vocab_size - 1}, got {wrong}", param=name
         )
@@ -86,12 +141,6 @@ def _resolve_max_tokens(
 ) -> int:
     """max_tokens, or all that the context has room for."""
     room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise ContextLengthError(
-            f"prompt: expected at most {max_model_len - 1} tokens, which leaves one of the context "
-            f"of {max_model_len} for the answer, got {num_prompt_tokens}; shorten the prompt",
-            param="prompt",
-        )
     for name, wanted in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
         if wanted is not None and wanted > room:
             raise ContextLengthError(

@@ -1,8 +1,9 @@
 """AsyncEngine: a language model behind an asyncio interface, to embed or to serve.
 
-Owns the life of the engine (loading, ready, draining, failed, closed), its device thread and its loops, one
-by model id. It must not know HTTP, nor what is inside a runner. It belongs to the event loop that
-started it; it installs no signal handler, starts no process and changes no process-wide setting.
+Owns the life of the engine (loading, ready, draining, failed, closed), its device thread and its
+loops, one by model id. It must not know HTTP, nor what is inside a runner. It belongs to the event
+loop that started it; it installs no signal handler, starts no process and changes no process-wide
+setting.
 
 Invariant: `start` and `generate` never block; whatever state the engine is in, `close` ends every
 stream, joins the thread and frees the model's memory.

@@ -34,12 +34,13 @@ import msgspec
 from ..core.scheduler import Scheduler, TokenEvent
 from ..core.sequence import Sequence
 from ..errors import EngineDeadError, GenerationError, OverloadedError, StreamkvError
-from ..protocol import FinishReason, Request, StepInput, StepOutput
+from ..protocol import FinishReason, Request, StepInput, StepOutput, unpack_ints
 from .mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then the device is taken for broken
+NOT_FINITE = "not finite numbers; the model's weights may be broken"
 CHECK_INTERVAL_S = 10.0
 MAX_RETRY_AFTER_S = 60
 
@@ -134,8 +135,8 @@ class EngineLoop:
 
     def check_queue(self, num_choices: int, limit: int) -> None:
         """Raise OverloadedError if more than `limit` choices would wait. An empty queue takes any
-        number, so that no request is refused for ever."""
-        if self.num_waiting + num_choices <= limit:
+        number, so that no request is refused for ever; no choices always have a place."""
+        if num_choices == 0 or self.num_waiting + num_choices <= limit:
             return
         if self._turn_due:
             self._turn()  # what came in this loop iteration may have a place already
@@ -212,6 +213,9 @@ class EngineLoop:
         self._num_failed_steps = self._num_failed_steps + 1 if output.error else 0
         if output.error:
             logger.error("step %d failed on the device: %s", output.step_id, output.error)
+        if output.failed:  # those rows' own failure: the device works
+            num_failed = len(unpack_ints(output.failed))
+            logger.error("step %d: logits of %d rows: %s", output.step_id, num_failed, NOT_FINITE)
         return self.scheduler.commit(output)
 
     def _drain_arrivals(self) -> None:
@@ -238,7 +242,8 @@ class EngineLoop:
             if entry is None:
                 continue  # its request ended earlier in this step
             if event.finish_reason is FinishReason.ERROR:
-                message = f"generation failed on the device: {step_error}"
+                reason = step_error or f"the logits were {NOT_FINITE}"
+                message = f"generation failed on the device: {reason}"
                 self._fail(entry, GenerationError(message))
             else:
                 self._push(entry, event)

@@ -6,7 +6,8 @@ locks.
 
 Invariant: bounded by construction. Each choice has one slot in which deltas merge while the reader
 is slow, and the queue holds each choice at most once; a slow reader costs its own tokens' memory
-and never makes the engine wait.
+and never makes the engine wait. Nor does one that catches up: log-probabilities are described when
+they are taken, and after LOGPROBS_PER_TURN of them the reader lets the event loop run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ..errors import StreamkvError
 from ..protocol import FinishReason, SamplingParams
 from .choice_output import ChoiceOutput
 from .outputs import TokenDelta
+
+LOGPROBS_PER_TURN = 64  # each with up to 20 others beside it: about a millisecond
 
 if TYPE_CHECKING:
     from ..core.scheduler import TokenEvent
@@ -38,6 +41,7 @@ class Mailbox:
         self._num_unfinished = sampling.n
         self._ready: deque[ChoiceOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._num_taken_logprobs = 0  # since the loop has run
 
     @property
     def done(self) -> bool:
@@ -77,8 +81,18 @@ class Mailbox:
         if not self._ready:
             return None
         output = self._ready.popleft()
-        output.queued = False
-        return output.take()
+        delta = output.take()
+        output.queued = output.has_more
+        if output.queued:
+            self._ready.append(output)
+        self._num_taken_logprobs += len(delta.logprobs)
+        return delta
+
+    async def pause(self) -> None:
+        """Let the event loop run if much was taken since it has."""
+        if self._num_taken_logprobs >= LOGPROBS_PER_TURN:
+            self._num_taken_logprobs = 0
+            await asyncio.sleep(0)
 
     async def wait(self) -> None:
         """Until there is something to take, or all is done. One reader at a time."""

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import NamedTuple
 
+import msgspec
+
 from ..protocol import SamplingParams
 from .mailbox import Mailbox
 from .outputs import Completion, TokenDelta, TokenLogprob, TopLogprob, Usage
@@ -51,6 +53,7 @@ class TokenStream:
         sampling: SamplingParams,
         priority: int,
         cache_salt: str,
+        queue_places: int | None,
         admit: Callable[[TokenStream], Awaitable[Admission]],
     ) -> None:
         self.request_id = request_id
@@ -59,6 +62,7 @@ class TokenStream:
         self.sampling = sampling
         self.priority = priority
         self.cache_salt = cache_salt
+        self.queue_places = sampling.n if queue_places is None else queue_places
         self.arrival_s: float | None = None  # monotonic; None before the context is entered
         self.cancelled = False
         self._admit: Callable[[TokenStream], Awaitable[Admission]] | None = admit
@@ -88,8 +92,9 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        """The next delta, without awaiting when one is ready."""
+        """The next delta, without awaiting when one is ready (but after many log-probabilities)."""
         mailbox = self._open_admission().mailbox
+        await mailbox.pause()
         while True:
             delta = mailbox.take()
             if delta is not None:
@@ -100,15 +105,19 @@ class TokenStream:
                 raise StopAsyncIteration
             await mailbox.wait()
 
-    async def collect(self) -> list[Completion]:
+    async def collect(
+        self, take_logprobs: Callable[[TokenDelta], None] | None = None
+    ) -> list[Completion]:
         """All choices, complete; enters the context itself if that has not been done.
 
-        Deltas already taken by iterating are not repeated.
+        Deltas already taken by iterating are not repeated. Log-probabilities are large: who wants
+        them in another form can have each delta as it comes by `take_logprobs`, and the
+        completions have none.
         """
         if self._admission is not None:
-            return await self._collect()
+            return await self._collect(take_logprobs)
         async with self:
-            return await self._collect()
+            return await self._collect(take_logprobs)
 
     def cancel(self) -> None:
         """End the request now: each unfinished choice ends with an ABORT delta. Idempotent.
@@ -151,9 +160,14 @@ class TokenStream:
             raise RuntimeError("the stream's context was left: read inside `async with stream:`")
         return self._admission
 
-    async def _collect(self) -> list[Completion]:
+    async def _collect(
+        self, take_logprobs: Callable[[TokenDelta], None] | None
+    ) -> list[Completion]:
         parts: list[list[TokenDelta]] = [[] for _ in range(self.sampling.n)]
         async for delta in self:
+            if take_logprobs is not None and delta.logprobs:
+                take_logprobs(delta)
+                delta = msgspec.structs.replace(delta, logprobs=())
             parts[delta.choice].append(delta)
         return [_join(deltas) for deltas in parts if deltas]
 

@@ -21,7 +21,7 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM:
     model_class = MODELS.get(config.architecture)
     if model_class is None:
         raise ModelLoadError(
-            f"model config: architecture {config.architecture!r} is not supported; "
+            f"model config: architecture {config.architecture!r:.100} is not supported; "
             f"supported: {', '.join(MODELS)}"
         )
     return model_class(config)

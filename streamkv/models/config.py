@@ -98,22 +98,27 @@ def _switch(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of plain rotary embedding; transformers 5 keeps it in `rope_parameters`."""
-    for key in ("rope_parameters", "rope_scaling"):
+    """The base of plain rotary embedding; transformers 5 keeps it in `rope_parameters`.
+
+    All places are checked before one counts: older and newer keys may stand side by side.
+    """
+    theta = _number(config, "rope_theta", default=10000.0)
+    for key in ("rope_scaling", "rope_parameters"):  # the newer one wins
         rope = config.get(key)
         if rope is None:
             continue
         if not isinstance(rope, Mapping):
             raise _unexpected(key, "an object or null", rope)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise ModelLoadError(
-                f"model config: {key} asks for {kind!r} rotary embeddings; "
-                "only plain ones ('default') are supported"
-            )
-        if rope.get("rope_theta") is not None:
-            return _number(rope, "rope_theta", default=10000.0)
-    return _number(config, "rope_theta", default=10000.0)
+        for kind in (rope.get("rope_type", "default"), rope.get("type", "default")):
+            if kind != "default":
+                raise ModelLoadError(
+                    f"model config: {key} asks for {kind!r:.100} rotary embeddings; "
+                    "only plain ones ('default') are supported"
+                )
+        if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+            raise _unexpected("partial_rotary_factor", "1.0", rope["partial_rotary_factor"])
+        theta = _number(rope, "rope_theta", default=theta)
+    return theta
 
 
 def _check_supported(config: Mapping[str, Any], model_config: ModelConfig) -> None:

@@ -17,7 +17,8 @@ import torch
 from ..errors import ConfigError
 
 CPU_LIMIT_BYTES = 4 << 30  # a chat server on a laptop shouldn't take all of its memory
-MIB = 1 << 20
+MAX_SLOTS = 2**31 - 1  # kernels number them in int32
+MIN_MODEL_LEN = 2  # a token of prompt and one of answer
 
 
 class KVCachePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +55,25 @@ class MemoryBudget:
             raise ConfigError(f"memory for {name} is reserved already; give each model its name")
         if num_bytes > self.free_bytes and not overcommit:
             raise ConfigError(
-                f"{name} needs {num_bytes / MIB:,.0f} MiB, {self.free_bytes / MIB:,.0f} of "
-                f"{self.total_bytes / MIB:,.0f} MiB are free: use a smaller model or dtype, or "
-                "raise --gpu-memory-utilization"
+                f"{name}: {format_bytes(num_bytes)} needed, {format_bytes(self.free_bytes)} of "
+                f"{format_bytes(self.total_bytes)} free: use a smaller model or dtype, or raise "
+                "--gpu-memory-utilization"
             )
         self._reserved[name] = num_bytes
 
     def release(self, name: str) -> None:
         """Give a reservation back; unknown names are none."""
         self._reserved.pop(name, None)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """With a unit in which the number has at least one digit before the point."""
+    size, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.1f} {unit}"
 
 
 def plan_kv_cache(
@@ -82,6 +93,11 @@ def plan_kv_cache(
     fit, and then may exceed `limit_bytes` (but not `free_bytes`). There is always one block.
     Raises ConfigError with the numbers.
     """
+    if 0 < max_model_len < MIN_MODEL_LEN:
+        raise ConfigError(
+            f"max_model_len: expected at least {MIN_MODEL_LEN} tokens, one of prompt and one of "
+            f"answer, got {max_model_len}"
+        )
     if max_model_len > max_position_embeddings:
         raise ConfigError(
             f"max_model_len: expected at most the {max_position_embeddings} positions of the "
@@ -90,6 +106,12 @@ def plan_kv_cache(
     length = max_model_len or max_position_embeddings
     block_bytes = kv_bytes_per_token * block_size
     blocks_per_sequence = -(-length // block_size)
+    max_blocks = MAX_SLOTS // block_size
+    if num_blocks_override > max_blocks:
+        raise ConfigError(
+            f"num_gpu_blocks_override: expected at most {max_blocks} blocks of {block_size} "
+            f"tokens, got {num_blocks_override}"
+        )
     if num_blocks_override:
         num_blocks = num_blocks_override
     else:
@@ -97,13 +119,20 @@ def plan_kv_cache(
         if max_model_len:
             limit = max(limit, blocks_per_sequence * block_bytes)
         affordable = min(free_bytes, limit) // block_bytes
-        num_blocks = max(1, min(affordable, max_num_seqs * blocks_per_sequence))
+        num_blocks = max(1, min(affordable, max_num_seqs * blocks_per_sequence, max_blocks))
     if max_model_len and num_blocks < blocks_per_sequence:
         raise ConfigError(
             f"max_model_len {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
-            f"tokens ({blocks_per_sequence * block_bytes / MIB:,.0f} MiB), there are {num_blocks} "
-            f"({num_blocks * block_bytes / MIB:,.0f} MiB): lower --max-model-len to "
+            f"tokens ({format_bytes(blocks_per_sequence * block_bytes)}), there are {num_blocks} "
+            f"({format_bytes(num_blocks * block_bytes)}): lower --max-model-len to "
             f"{num_blocks * block_size} or give more memory"
+        )
+    if min(length, num_blocks * block_size) < MIN_MODEL_LEN:
+        raise ConfigError(
+            f"the context would be 1 token, expected at least {MIN_MODEL_LEN}: there are "
+            f"{num_blocks} KV blocks of {block_size} tokens, {format_bytes(free_bytes)} are free "
+            f"and a block takes {format_bytes(block_bytes)}; give more memory or a larger "
+            "--block-size"
         )
     return KVCachePlan(
         num_blocks=num_blocks,

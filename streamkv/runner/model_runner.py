@@ -32,6 +32,7 @@ from .kv_cache import (
     KVCachePlan,
     MemoryBudget,
     available_memory_bytes,
+    format_bytes,
     plan_kv_cache,
 )
 from .rows import Rows
@@ -93,6 +94,7 @@ class ModelRunner:
             step_id=step.step_id,
             sampled=sampled.token_ids.tobytes(),
             logprobs=sampled.logprobs,
+            failed=sampled.failed.tobytes(),
             duration_s=time.perf_counter() - started,
         )
 
@@ -158,8 +160,15 @@ class ModelRunner:
     def _plan(self, model_config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> KVCachePlan:
         config = self._config
         kv_heads, layers = model_config.num_key_value_heads, model_config.num_hidden_layers
+        workspace_bytes = _workspace_bytes(config, model_config)
+        if workspace_bytes > free_bytes and not config.num_gpu_blocks_override:
+            raise ConfigError(
+                f"the largest step needs {format_bytes(workspace_bytes)} besides weights and KV "
+                f"cache, {format_bytes(free_bytes)} are free: lower --max-num-batched-tokens "
+                f"({config.max_num_batched_tokens}) or --max-num-seqs ({config.max_num_seqs})"
+            )
         return plan_kv_cache(
-            free_bytes=max(0, free_bytes - _workspace_bytes(config, model_config)),
+            free_bytes=max(0, free_bytes - workspace_bytes),
             limit_bytes=CPU_LIMIT_BYTES if self._device.type == "cpu" else None,
             kv_bytes_per_token=2 * layers * kv_heads * model_config.head_dim * dtype.itemsize,
             block_size=config.block_size,
@@ -185,13 +194,15 @@ class ModelRunner:
             return torch.empty(shape, dtype=dtype, device=self._device)
         except RuntimeError as exc:
             raise ConfigError(
-                f"{plan.num_blocks} KV blocks ({plan.num_bytes >> 20} MiB) can't be allocated: "
-                f"lower --gpu-memory-utilization or --num-gpu-blocks-override ({exc})"
+                f"{plan.num_blocks} KV blocks ({format_bytes(plan.num_bytes)}) can't be "
+                "allocated: lower --gpu-memory-utilization or --num-gpu-blocks-override "
+                f"({' '.join(str(exc).split())})"
             ) from exc
 
     @torch.inference_mode()
     def _try_out(self, model: LlamaForCausalLM, ops: Eager) -> None:
-        """Compute one token, so that kernels that can't serve this model say so at load."""
+        """Compute one token: kernels that can't serve this model, and weights that are not
+        numbers, are seen at load. (A broken embedding of another token fails its rows.)"""
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
         batch = Batch(
             token_ids=zero,
@@ -203,11 +214,16 @@ class ModelRunner:
             logit_rows=zero,
         )
         try:
-            model.logits(ops, model.forward(ops, batch))
+            logits = model.logits(ops, model.forward(ops, batch))
         except (RuntimeError, ValueError) as exc:
             raise ModelLoadError(
                 f"the kernels can't run this model: {exc}; try --ops reference"
             ) from exc
+        if not bool(torch.isfinite(logits).all()):
+            raise ModelLoadError(
+                f"{self._checkpoint.path}: the weights are broken: expected finite logits for "
+                "token 0, got NaN or infinity; get the checkpoint again"
+            )
 
     @torch.inference_mode()
     def _run(self, step: StepInput) -> Sampled:
@@ -218,13 +234,13 @@ class ModelRunner:
         scheduled = np.frombuffer(step.scheduled, np.int32).reshape(-1, 4)
         asking = rows.asking(scheduled)
         if not len(scheduled):
-            return Sampled(np.zeros(0, np.int32), ())
+            return Sampled.none()
         arrays = rows.batch(scheduled)
         try:
             batch = Batch(*(torch.from_numpy(array).to(self._device) for array in arrays))
             hidden = model.forward(ops, batch)
             if not len(asking.rows):
-                return Sampled(np.zeros(0, np.int32), ())
+                return Sampled.none()
             sampled = sample(model.logits(ops, hidden), rows.sampling_batch(asking))
         except Exception:
             # A step that was sent ahead builds on these tokens; its rows are lost, others aren't.
@@ -261,10 +277,11 @@ def _workspace_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     heads = model_config.num_attention_heads + 2 * model_config.num_key_value_heads
     widths = 4 * model_config.hidden_size + 3 * model_config.intermediate_size
     per_token = 4 * (widths + 2 * heads * model_config.head_dim)
-    return (
-        config.max_num_batched_tokens * per_token
-        + config.max_num_seqs * model_config.vocab_size * 12
-    )
+    # No step has more tokens than all sequences together.
+    max_positions = model_config.max_position_embeddings
+    max_model_len = min(config.max_model_len or max_positions, max_positions)
+    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+    return num_tokens * per_token + config.max_num_seqs * model_config.vocab_size * 12
 
 
 def _build_rows(config: EngineConfig, plan: KVCachePlan, model_config: ModelConfig) -> Rows:

@@ -20,6 +20,7 @@ from .sampler import GREEDY_BELOW, Edits, SamplingBatch
 
 Int32s = NDArray[np.int32]
 
+TINIEST_PENALTY = float(np.finfo(np.float32).tiny)
 SAMPLING_FIELDS = np.dtype(
     [
         ("temperature", "f8"),
@@ -156,6 +157,7 @@ class Rows:
             added=_join(self._added(index, asking) for index in edited),
             repeated=_join(self._repeated(index, asking) for index in edited),
             subtracted=_join(self._subtracted(index, asking) for index in edited),
+            masked=_join(self._masked(index, asking) for index in edited),
         )
 
     def _add(self, added: RowAdded) -> None:
@@ -217,15 +219,17 @@ class Rows:
             )
 
     def _added(self, index: int, asking: Asking) -> Edits:
-        """Stop tokens masked while min_tokens aren't reached, and the biases."""
-        row, position = int(asking.rows[index]), int(asking.positions[index])
-        token_ids, values = self._biases[row]
-        num_output = position - int(self._num_prompt_tokens[row])
-        if num_output < self._sampling["min_tokens"][row]:
-            masked = self._stop_ids[row]
-            token_ids = np.concatenate([token_ids, masked])
-            values = np.concatenate([values, np.full(len(masked), -np.inf, np.float32)])
+        """The biases."""
+        token_ids, values = self._biases[int(asking.rows[index])]
         return _edits(index, token_ids, values)
+
+    def _masked(self, index: int, asking: Asking) -> Edits:
+        """Stop tokens, while min_tokens aren't reached."""
+        row, position = int(asking.rows[index]), int(asking.positions[index])
+        if position - int(self._num_prompt_tokens[row]) >= self._sampling["min_tokens"][row]:
+            return Edits.none()
+        stop_ids = self._stop_ids[row]
+        return _edits(index, stop_ids, np.full(len(stop_ids), -np.inf))
 
     def _repeated(self, index: int, asking: Asking) -> Edits:
         """The repetition penalty, on every token of prompt and output."""
@@ -234,7 +238,8 @@ class Rows:
         if penalty == 1.0:
             return Edits.none()
         seen = np.unique(self._tokens[row, :position])
-        return _edits(index, seen, np.full(len(seen), penalty, np.float32))
+        # In float32 a tinier one is zero, and a logit of zero divided by it is not a number.
+        return _edits(index, seen, np.full(len(seen), max(penalty, TINIEST_PENALTY)))
 
     def _subtracted(self, index: int, asking: Asking) -> Edits:
         """Frequency (per occurrence) and presence (once) penalties, on tokens of the output."""

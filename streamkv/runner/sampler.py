@@ -4,9 +4,10 @@ Owns the arithmetic of sampling, vectorized over rows. Knows no row state and no
 caller passes one uniform number per row. Invariant: each row is computed from its own logits and
 parameters by reductions along the vocabulary only, so its token doesn't depend on the batch.
 
-Order of operations, as in vLLM: masks and biases, penalties, [greedy: argmax], temperature,
-min_p, top_k, top_p, draw. Log-probabilities are of the untouched logits. Tokens that tie with the
-last one a filter keeps are kept too.
+Order of operations: biases, penalties, masks, [greedy: argmax], temperature, min_p, top_k, top_p,
+draw. Masks come last, so that no penalty can touch them. Log-probabilities are of the untouched
+logits. Tokens that tie with the last one a filter keeps are kept too. A row whose logits are not
+finite fails alone: it is named in `failed`, and its token is 0.
 
 Shapes: R rows, V vocabulary size, N edited (row, token) pairs.
 """
@@ -20,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import GenerationError
 from ..protocol import RowLogprobs
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow
@@ -55,39 +55,49 @@ class SamplingBatch(NamedTuple):
     min_p: Floats  # [R]
     uniforms: Floats  # [R] in [0, 1)
     num_logprobs: Ints  # [R] -1 = off
-    added: Edits  # logit + value: masks (value -inf) and biases; values of equal pairs add up
+    added: Edits  # logit + value: biases; values of equal pairs add up
     repeated: Edits  # repetition penalty: logit / value if positive, else logit * value; pairs once
     subtracted: Edits  # logit - value: frequency and presence penalties; pairs once
+    masked: Edits  # logit becomes the value, -inf
 
 
 class Sampled(NamedTuple):
     token_ids: NDArray[np.int32]  # [R]
     logprobs: tuple[RowLogprobs | None, ...]  # () or [R]
+    failed: NDArray[np.int32]  # [F] rows without a token: their logits were not finite
+
+    @classmethod
+    def none(cls) -> Sampled:
+        return cls(np.zeros(0, np.int32), (), np.zeros(0, np.int32))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
-    """Choose a token for each row of logits [R, V]. GenerationError if they aren't finite."""
+    """Choose a token for each row of logits [R, V]."""
     scores = _edited(logits, batch)
     best = scores.max(dim=-1)
-    if not bool(torch.isfinite(best.values).all()):
-        raise GenerationError(
-            "the logits of a row are NaN, infinite or all masked; the weights may be broken"
-        )
-    token_ids = best.indices
-    random_rows = np.flatnonzero(batch.temperature >= GREEDY_BELOW)
+    finite = torch.isfinite(best.values)  # a maximum with a NaN in its row is NaN
+    if scores is not logits:  # edits hide an infinity
+        finite &= torch.isfinite(logits.amax(dim=-1))
+    token_ids = best.indices * finite
+    sound = finite.cpu().numpy()
+    random_rows = np.flatnonzero(sound & (batch.temperature >= GREEDY_BELOW))
     chunk_rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
     for start in range(0, len(random_rows), chunk_rows):
         rows = random_rows[start : start + chunk_rows]
         index = torch.from_numpy(rows).to(logits.device)
         token_ids[index] = _draw(scores[index].float(), batch, rows)
     return Sampled(
-        token_ids.to("cpu", torch.int32).numpy(), _logprobs(logits, token_ids, batch.num_logprobs)
+        token_ids.to("cpu", torch.int32).numpy(),
+        _logprobs(logits, token_ids, np.where(sound, batch.num_logprobs, -1)),
+        np.flatnonzero(~sound).astype(np.int32),
     )
 
 
 def _edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Scores [R, V]: `logits` itself if there is nothing to edit, else a float32 copy."""
-    if not (len(batch.added.rows) + len(batch.repeated.rows) + len(batch.subtracted.rows)):
+    if not any(
+        len(edits.rows) for edits in (batch.added, batch.repeated, batch.subtracted, batch.masked)
+    ):
         return logits
     scores = logits.to(torch.float32, copy=True)
     index, values = _on_device(batch.added, logits)
@@ -98,7 +108,10 @@ def _edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
     index, values = _on_device(batch.subtracted, logits)
     scores[index] -= values
     # A request's tiny repetition penalty may overflow; that must not look like broken weights.
-    return scores.clamp_(max=torch.finfo(torch.float32).max)
+    scores.clamp_(max=torch.finfo(torch.float32).max)
+    index, values = _on_device(batch.masked, logits)
+    scores[index] = values
+    return scores
 
 
 def _on_device(edits: Edits, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:

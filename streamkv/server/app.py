@@ -20,9 +20,12 @@ from ..config import ServerConfig
 from ..engine.async_engine import AsyncEngine
 from ..errors import StreamkvError
 from . import chat, completions, health, metrics, models, responses, responses_ws, tokenize
-from .auth import ApiKeyMiddleware, BrowserGuard
+from .auth import ApiKeyMiddleware, BrowserGuard, PathGuard
 from .page import find_folder, page_routes
 from .wire import error_response, http_error_body, json_response
+
+# Open to all even with --api-key, and the page's own files with them: see auth.py.
+OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")
 
 
 def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
@@ -37,6 +40,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         finally:
             await engine.close()
 
+    pages = page_routes(find_folder())
     app = Starlette(
         routes=[
             *chat.routes,
@@ -47,9 +51,9 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
             *tokenize.routes,
             *health.routes,
             *metrics.routes,
-            *page_routes(find_folder()),
+            *pages,
         ],
-        middleware=_middleware(config),
+        middleware=_middleware(config, {*OPEN_PATHS, *(page.path for page in pages)}),
         exception_handlers={
             StreamkvError: _on_error,
             HTTPException: _on_http_exception,
@@ -64,9 +68,9 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     return app
 
 
-def _middleware(config: ServerConfig) -> list[Middleware]:
+def _middleware(config: ServerConfig, open_paths: set[str]) -> list[Middleware]:
     """Outermost first. CORS answers preflights, which carry no key, and marks refusals too."""
-    stack = [Middleware(BrowserGuard, config=config)]
+    stack = [Middleware(PathGuard), Middleware(BrowserGuard, config=config)]
     if config.cors_origin:
         stack.append(
             Middleware(
@@ -77,7 +81,8 @@ def _middleware(config: ServerConfig) -> list[Middleware]:
             )
         )
     if config.api_key:
-        stack.append(Middleware(ApiKeyMiddleware, keys=config.api_key))
+        keys = Middleware(ApiKeyMiddleware, keys=config.api_key, open_paths=open_paths)
+        stack.append(keys)
     return stack
 
 

@@ -3,48 +3,68 @@
 Owns the decision to let a request or WebSocket upgrade in; knows nothing about endpoints.
 Invariant: what is refused here never reached a handler, and no WebSocket is accepted first.
 
-With --api-key, everything under /v1, /tokenize and /detokenize asks for `Authorization: Bearer
-KEY`. Open stay /health, /ping, /version, /metrics and the chat page's own files: probes, scrapers
-and a browser's first request carry no key, and none of them shows a prompt or an answer. Browsers
-can't set headers on a WebSocket, so there the key may come as the subprotocol
-`openai-insecure-api-key.KEY`.
+With --api-key, every path asks for `Authorization: Bearer KEY`, except the few that are named
+open: /health, /ping, /version, /metrics and the chat page's own files. Probes, scrapers and a
+browser's first request carry no key, and none of them shows a prompt or an answer. Browsers can't
+set headers on a WebSocket, so there the key may come as the subprotocol
+`openai-insecure-api-key.KEY`. A path with a control character is nobody's (404): to a router's
+pattern, `/tokenize` and a newline is `/tokenize`.
 
-A server on a loopback address answers only to loopback names in Host, so that a web page can't
-reach it by rebinding its own name to 127.0.0.1. A page of another origin may neither open a
-WebSocket (unless in --allowed-origins) nor send anything but GET, HEAD and OPTIONS (unless in
---cors-origin): the browser would send such requests even where it hides the answers.
+A Host header that is no name or address is refused. A server on a loopback address answers only
+to loopback names, so that a web page can't reach it by rebinding its own name to 127.0.0.1. A page
+of another origin may neither open a WebSocket (unless in --allowed-origins) nor send anything but
+GET, HEAD and OPTIONS (unless in --cors-origin): the browser would send such requests even where it
+hides the answers.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Sequence
-from urllib.parse import urlsplit
+import re
+from collections.abc import Iterable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..config import ServerConfig
-from ..errors import AuthenticationError, ForbiddenError, StreamkvError
+from ..errors import AuthenticationError, ForbiddenError, NotFoundError, StreamkvError
 from .wire import error_response
 
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 
-_KEYED_PATHS = ("/v1", "/tokenize", "/detokenize")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# RFC 3986, section 3.2, without userinfo; names are those of DNS, and _ for containers.
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{0,5}))?", re.IGNORECASE)
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _DEFAULT_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
-class ApiKeyMiddleware:
-    """Lets in whoever shows one of `keys`."""
+class PathGuard:
+    """Refuses paths that mean one thing to a comparison and another to a router's pattern."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and is_keyed(scope["path"]):
+        if scope["type"] in ("http", "websocket") and _CONTROL_CHARACTER.search(scope["path"]):
+            error = NotFoundError(
+                f"{scope['path']!r}: expected a path without control characters; there is nothing"
+            )
+            return await refuse(error, scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+class ApiKeyMiddleware:
+    """Lets in whoever shows one of `keys`, and everybody to exactly the `open_paths`."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Iterable[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and scope["path"] not in self._open_paths:
             shown = presented_key(scope)
             if shown is None or not self._accepts(shown):
                 error = AuthenticationError(
@@ -80,7 +100,12 @@ class BrowserGuard:
     def _objection(self, scope: Scope) -> ForbiddenError | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self._loopback_only and not is_loopback(_split_host(host)[0]):
+        name, _ = _split_host(host)
+        if host and not name:
+            return ForbiddenError(
+                f"Host: expected a name or address and perhaps a port, got {host!r}"
+            )
+        if self._loopback_only and not is_loopback(name):
             return ForbiddenError(
                 f"Host: expected localhost, 127.0.0.1 or [::1], got {host!r}; "
                 "start the server with --host to serve other names"
@@ -98,18 +123,13 @@ class BrowserGuard:
         return ForbiddenError(f"Origin: {origin!r} is not this server; allow it with {flag}")
 
 
-def is_keyed(path: str) -> bool:
-    """Whether --api-key protects this path."""
-    return any(path == keyed or path.startswith(f"{keyed}/") for keyed in _KEYED_PATHS)
-
-
 def presented_key(scope: Scope) -> str | None:
     """The API key a request or WebSocket upgrade carries, None if it has none."""
     scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
     for subprotocol in scope.get("subprotocols", ()):
-        if subprotocol.startswith(KEY_SUBPROTOCOL):
+        if subprotocol.startswith(KEY_SUBPROTOCOL) and subprotocol != KEY_SUBPROTOCOL:
             return str(subprotocol.removeprefix(KEY_SUBPROTOCOL))
     return None
 
@@ -152,20 +172,18 @@ def is_loopback(hostname: str) -> bool:
 
 def is_same_origin(origin: str, host: str) -> bool:
     """Whether an Origin header names the host and port that the Host header does."""
-    try:
-        parts = urlsplit(origin)
-        default_port = _DEFAULT_PORTS.get(parts.scheme)
-        origin_host, origin_port = parts.hostname, parts.port or default_port
-    except ValueError:
-        return False
+    scheme, _, authority = origin.partition("://")
+    default_port = _DEFAULT_PORTS.get(scheme)
+    origin_name, origin_port = _split_host(authority)
     name, port = _split_host(host)
-    return bool(origin_host) and (origin_host, origin_port) == (name, port or default_port)
+    if default_port is None or not name:
+        return False
+    return (origin_name, origin_port or default_port) == (name, port or default_port)
 
 
 def _split_host(host: str) -> tuple[str, int | None]:
     """A Host header as (name, port): lower case, no brackets; ("", None) if it makes no sense."""
-    try:
-        parts = urlsplit(f"//{host}")
-        return parts.hostname or "", parts.port
-    except ValueError:
+    matched = _AUTHORITY.fullmatch(host)
+    if matched is None or int(matched[2] or 0) > 65535:
         return "", None
+    return matched[1].strip("[]").lower(), int(matched[2]) if matched[2] else None

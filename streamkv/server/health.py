@@ -17,7 +17,7 @@ from .wire import NOT_READY_RETRY_AFTER_S, engine_of, json_response
 
 
 class Health(msgspec.Struct, frozen=True):
-    status: str  # loading | ok | failed | closed
+    status: str  # loading | ok | draining | failed | closed
     detail: str  # how far loading is, or why it failed
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,7 +34,7 @@ def find_folder() -> Path | None:
     return next((path for path in candidates if (path / "index.html").is_file()), None)
 
 
-def page_routes(folder: Path | None) -> list[BaseRoute]:
+def page_routes(folder: Path | None) -> list[Route]:
     """A route for each file of the folder and its subfolders, and / for index.html."""
     if folder is None:
         return []

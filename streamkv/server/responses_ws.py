@@ -12,10 +12,13 @@ Owns the connection: its lanes, its history, its one writer. Knows the engine on
 `open_response` and TokenStream. Invariants:
 
 - Whatever a client sends in a text or binary frame is answered by events; only a message beyond
-  `max_body_bytes` closes the connection (1009).
+  `max_body_bytes` closes the connection (1009), and text that is not UTF-8 does, which RFC 6455
+  asks for (1007; the protocol below sees to it).
 - Everything is bounded: lanes, turns that wait in a lane, their bytes, the history's bytes; and
   a slow reader has one pending event per lane, since a TokenStream merges its deltas.
 - When the connection ends, all its responses are aborted before `run` returns.
+- When the engine is draining, responses that run go on to their end and new ones are refused;
+  the connection is closed (1012) once none is left.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from .wire import (
     Name,
     decode_body,
     encode,
+    engine_of,
     error_body,
     server_config,
     status_of,
@@ -53,6 +57,7 @@ logger = logging.getLogger(__name__)
 MAX_LANES = 256
 MAX_TURNS_PER_LANE = 64  # the running one included
 MESSAGE_TOO_BIG = 1009  # RFC 6455, section 7.4.1
+SERVICE_RESTART = 1012  # from IANA's registry; reconnecting makes sense
 RETRY_AFTER_S = 1
 
 
@@ -128,12 +133,13 @@ class ResponsesSocket:
         websocket = self._websocket
         await websocket.accept(subprotocol=accepted_subprotocol(websocket.scope))
         too_big = False
+        drainer = asyncio.create_task(self._close_when_drained())
         try:
             too_big = await self._read_until_closed()
         except WebSocketDisconnect:
             pass
         finally:
-            tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+            tasks = [drainer, *self._lane_tasks()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -141,6 +147,17 @@ class ResponsesSocket:
             reason = f"expected at most {self._max_message_bytes} bytes a message"
             with suppress(WebSocketDisconnect):
                 await websocket.close(MESSAGE_TOO_BIG, reason)
+
+    async def _close_when_drained(self) -> None:
+        await engine_of(self._websocket).wait_draining()
+        while tasks := self._lane_tasks():
+            await asyncio.wait(tasks)
+        with suppress(WebSocketDisconnect):
+            async with self._writer:
+                await self._websocket.close(SERVICE_RESTART, "the server is shutting down")
+
+    def _lane_tasks(self) -> list[asyncio.Task[None]]:
+        return [lane.task for lane in self._lanes.values() if lane.task is not None]
 
     async def _read_until_closed(self) -> bool:
         """Handle messages until the client is gone (False) or sent too large a one (True)."""

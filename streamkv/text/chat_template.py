@@ -21,6 +21,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InvalidRequestError, ModelLoadError
@@ -53,6 +54,9 @@ class ChatTemplate:
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+            # Compiling computes nothing of the template: "a" * 10**9 is a constant too.
+            optimized=False,
+            finalize=_unchanged,
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -62,6 +66,12 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
                 f"chat template: expected valid Jinja, got {error.message} at line {error.lineno}; "
+                "mend the checkpoint's chat template"
+            ) from None
+        # Python's compiler has limits of its own, and an error for each.
+        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            raise ModelLoadError(
+                f"chat template: can't be compiled, {type(error).__name__}: {error}; "
                 "mend the checkpoint's chat template"
             ) from None
 
@@ -116,6 +126,12 @@ def _flatten(message: Mapping[str, Any], index: int) -> dict[str, Any]:
             texts.append(part["text"])
         present["content"] = "\n".join(texts)
     return present
+
+
+@jinja2.pass_context
+def _unchanged(context: jinja2.runtime.Context, value: Any) -> Any:
+    """What is written, as it is. It asks for the context, so that it can't run at compile time."""
+    return value
 
 
 def _tojson(

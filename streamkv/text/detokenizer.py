@@ -27,16 +27,22 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that became complete with these tokens: whole characters only."""
-        pieces = []
-        for token_id in token_ids:
-            if token_id in self._skipped:
-                continue
-            piece = self._tokenizer.token_bytes(token_id)
-            if self._at_start and piece:
-                piece = self._tokenizer.joining.first_piece(piece)
-                self._at_start = False
-            pieces.append(piece)
-        return self._decoder.decode(b"".join(pieces))
+        return self.decode(b"".join([self.piece(token_id) for token_id in token_ids]))
+
+    def piece(self, token_id: int) -> bytes:
+        """What the next token adds to the byte stream: nothing if it is skipped, and less than
+        the token says where it begins a text with a space that stands for none."""
+        if token_id in self._skipped:
+            return b""
+        piece = self._tokenizer.token_bytes(token_id)
+        if self._at_start and piece:
+            piece = self._tokenizer.joining.first_piece(piece)
+            self._at_start = False
+        return piece
+
+    def decode(self, piece: bytes) -> str:
+        """The text that became complete with the next bytes."""
+        return self._decoder.decode(piece)
 
     def flush(self) -> str:
         """The end of the stream: an incomplete character is dropped, so this is always empty."""

@@ -86,19 +86,44 @@ def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     _add_literal_tokens(backend, tokens, types)
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token", rule.add_bos) and bos_id is not None:
+    if _adds_bos(metadata, rule) and bos_id is not None:
         bos = tokens[token_index(bos_id, len(tokens), "tokenizer.ggml.bos_token_id")]
         backend.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, int(bos_id))]
+            single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, bos_id)]
         )
     return backend
 
 
 def token_index(value: Any, num_tokens: int, key: str) -> int:
-    """`value` as a token id below `num_tokens`. ModelLoadError naming the key."""
-    if not 0 <= int(value) < num_tokens:
-        raise ModelLoadError(f"GGUF: expected {key} below {num_tokens} tokens, got {value}")
-    return int(value)
+    """`value` as a token id below `num_tokens`. ModelLoadError naming the key: also for -1, since
+    a file without such a token leaves the key out."""
+    if type(value) is not int or not 0 <= value < num_tokens:  # bool is no id
+        raise ModelLoadError(
+            f"GGUF: expected {key} to be a whole number below {num_tokens} tokens, "
+            f"got {value!r:.100}"
+        )
+    return value
+
+
+def _adds_bos(metadata: Mapping[str, Any], rule: PreTokenizer) -> bool:
+    adds = metadata.get("tokenizer.ggml.add_bos_token", rule.add_bos)
+    if not isinstance(adds, bool):
+        raise _unexpected("add_bos_token", "true or false", adds)
+    return adds
+
+
+def _list_of(kind: type, name: str, value: Any) -> list[Any]:
+    """`value`, if it is a list of that kind and nothing else (bool is no int). ModelLoadError."""
+    if not isinstance(value, list) or any(type(item) is not kind for item in value):
+        raise _unexpected(name, f"a list of {kind.__name__}", value)
+    return value
+
+
+def _unexpected(name: str, expected: str, got: Any) -> ModelLoadError:
+    return ModelLoadError(
+        f"GGUF: expected tokenizer.ggml.{name} to be {expected}, got {got!r:.100}; "
+        "convert the model again"
+    )
 
 
 def _pre_tokenizer(name: str) -> PreTokenizer:
@@ -125,12 +150,13 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
             "GGUF: expected tokenizer.ggml.tokens and tokenizer.ggml.merges, got a file without; "
             "it holds no tokenizer: convert the model again"
         )
+    _list_of(str, "tokens", tokens)
     types = metadata.get("tokenizer.ggml.token_type")
     if types is None:
-        types = [TokenType.NORMAL] * len(tokens)
-    if len(types) != len(tokens):
+        types = [int(TokenType.NORMAL)] * len(tokens)
+    if len(_list_of(int, "token_type", types)) != len(tokens):
         raise ModelLoadError(f"GGUF: expected {len(tokens)} token types, got {len(types)}")
-    return list(tokens), [int(kind) for kind in types]
+    return tokens, types
 
 
 def _bpe(
@@ -143,7 +169,7 @@ def _bpe(
         if kind != TokenType.UNUSED
     }
     merges = []
-    for merge in metadata["tokenizer.ggml.merges"]:
+    for merge in _list_of(str, "merges", metadata["tokenizer.ggml.merges"]):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     try:

@@ -17,6 +17,7 @@ import tokenizers.decoders
 
 from ..errors import ModelLoadError
 
+MAX_VOCAB_SIZE = 1 << 22  # several times the largest there are; the table has an entry for each
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
 
@@ -96,7 +97,12 @@ def build_table(
     """Bytes by token id, `size` entries; ids without a token add nothing.
 
     `vocab` is token → id, `added` id → the literal text of tokens matched outside the BPE.
+    ModelLoadError if there would be more than MAX_VOCAB_SIZE.
     """
+    if size > MAX_VOCAB_SIZE:
+        raise ModelLoadError(
+            f"tokenizer: expected token ids below {MAX_VOCAB_SIZE}, got {size - 1}"
+        )
     table = [b""] * size
     alphabet = byte_level_alphabet()
     for token, token_id in vocab.items():

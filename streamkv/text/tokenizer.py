@@ -20,10 +20,15 @@ from typing import Any
 import tokenizers
 
 from ..errors import InvalidRequestError, ModelLoadError
-from . import gguf_vocab, token_bytes
+from . import gguf_vocab, token_bound, token_bytes
 from .chat_template import ChatTemplate
 
+MAX_TOKEN_ID = 2**31 - 1
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_OLDER_FILES = (  # one of these is what a tokenizer from before tokenizer.json is converted from
+    *("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    "tekken.json",
+)
 
 
 class Tokenizer:
@@ -54,6 +59,7 @@ class Tokenizer:
             self.joining,
             vocab_size,
         )
+        self._bound = token_bound.read_bound(backend, self.joining, self._bytes)
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
@@ -94,6 +100,10 @@ class Tokenizer:
         specials = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
         ends = (special_id(name) for name in ("eos", "eot", "eom"))
         source = metadata.get("tokenizer.chat_template")
+        if not isinstance(source, str | None):
+            raise ModelLoadError(
+                f"GGUF: expected tokenizer.chat_template to be a string, got {source!r:.100}"
+            )
         return cls(
             backend,
             vocab_size=len(tokens),
@@ -106,11 +116,22 @@ class Tokenizer:
         """Token ids. Special tokens written in the text become their ids; `add_special_tokens`
         adds those the checkpoint puts around a text (usually none, or a beginning token). Bytes
         that the vocabulary has no token for are dropped, as the model's own tokenizer does."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: unlike `encode`, it lets other threads run Python meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def min_num_tokens(self, text: str) -> int:
+        """At least so many tokens `encode` would give, by the length of the text; 0 where this
+        tokenizer's rules promise nothing."""
+        return self._bound.min_num_tokens(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of whole sequences; for streams use `Detokenizer`."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        # As in `encode`: `decode` would keep other threads from running.
+        (text,) = self._backend.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to the byte stream; nothing for ids without a token, which a model
@@ -143,8 +164,14 @@ class Tokenizer:
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
+    is_there = _is_there(file)
+    if not is_there and not any((path / name).is_file() for name in _OLDER_FILES):
+        raise ModelLoadError(
+            f"{path}: expected a tokenizer, got no tokenizer.json and none of "
+            f"{', '.join(_OLDER_FILES)}; get the whole checkpoint"
+        )
     try:
-        if file.is_file():
+        if is_there:
             return tokenizers.Tokenizer.from_file(str(file))
         # Only tokenizers of the formats before tokenizer.json need the conversion, and its import.
         from transformers import AutoTokenizer
@@ -152,7 +179,8 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         converted = AutoTokenizer.from_pretrained(path, local_files_only=True)
         backend = getattr(converted, "backend_tokenizer", None)
     except Exception as error:  # `tokenizers` raises bare Exception, `transformers` anything
-        raise ModelLoadError(f"{path}: the tokenizer can't be read: {error}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(f"{path}: the tokenizer can't be read: {reason}") from error
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelLoadError(
             f"{path}: expected tokenizer.json or a tokenizer that converts to it, "
@@ -161,13 +189,28 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def _is_there(file: Path) -> bool:
+    """Whether there is such a file. ModelLoadError for what may never end when it is read, such
+    as a pipe."""
+    if file.exists() and not file.is_file():
+        raise ModelLoadError(f"{file}: expected a regular file")
+    return file.is_file()
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{file}: expected text in UTF-8, got {error}") from None
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in the file; empty if there is no such file."""
-    if not file.is_file():
+    if not _is_there(file):
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file}: expected JSON, got {error}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file}: expected a JSON object, got {type(value).__name__}")
@@ -186,11 +229,21 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _eos_ids(path: Path) -> set[int]:
-    """The union of what the model's two configs declare, each an int, a list or absent."""
+    """The union of what the model's two configs declare, each an int, a list or absent.
+
+    A negative id is refused: a model without an end token leaves the key out, or writes null.
+    """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        file = path / name
+        value = _read_json(file).get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:  # bool is no id
+                raise ModelLoadError(
+                    f"{file}: expected eos_token_id to be whole numbers from 0 to {MAX_TOKEN_ID}, "
+                    f"got {token_id!r:.100}"
+                )
+            ids.add(token_id)
     return ids
 
 
@@ -198,16 +251,20 @@ def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template: chat_template.jinja, chat_template.json or tokenizer_config.json. Where
     there are several by name, the one called default."""
     file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if _is_there(file):
+        return _read_text(file)
     source = _read_json(path / "chat_template.json").get("chat_template")
     source = config.get("chat_template") if source is None else source
-    if isinstance(source, list):
-        by_name = {entry["name"]: entry["template"] for entry in source}
-        source = by_name.get("default")
-    if not isinstance(source, str | None):
-        raise ModelLoadError(
-            f"{path}: expected the chat template to be a string or a list of named templates, "
-            f"got {type(source).__name__}"
-        )
-    return source
+    if source is None or isinstance(source, str):
+        return source
+    by_name: dict[str, str] = {}
+    for entry in source if isinstance(source, list) else [source]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                by_name[name] = template
+            case _:
+                raise ModelLoadError(
+                    f"{path}: expected the chat template to be a string or a list of templates "
+                    f"with names, got {source!r:.100}"
+                )
+    return by_name.get("default")

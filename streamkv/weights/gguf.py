@@ -154,7 +154,8 @@ class GGUFFile:
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ModelLoadError(
-                f"{self.path}: expected general.alignment to be a power of two, got {alignment!r}"
+                f"{self.path}: expected general.alignment to be a power of two, "
+                f"got {alignment!r:.100}"
             )
         return alignment
 
@@ -220,6 +221,8 @@ class _Cursor:
 
 
 def _map_file(path: Path) -> mmap.mmap:
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise ModelLoadError(f"{path}: cannot be read: expected a regular file")
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -245,7 +248,8 @@ def _read_metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for index in range(num_keys):
         key = cursor.string(f"the name of metadata key {index}")
-        metadata[key] = cursor.value(cursor.integer("<I", key), key)
+        # repr: what an error names must not put control characters on a terminal
+        metadata[key] = cursor.value(cursor.integer("<I", repr(key)), repr(key))
     return metadata
 
 
@@ -259,12 +263,12 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
         start = data_start + tensor.offset
         if start + tensor.num_bytes > len(cursor.data):
             raise ModelLoadError(
-                f"{cursor.path}: truncated or broken: tensor {tensor.name} needs bytes {start} to "
-                f"{start + tensor.num_bytes}, the file has {len(cursor.data)}"
+                f"{cursor.path}: truncated or broken: tensor {tensor.name!r} needs bytes {start} "
+                f"to {start + tensor.num_bytes}, the file has {len(cursor.data)}"
             )
         if tensor.name in tensors or tensor.offset % alignment:
             raise ModelLoadError(
-                f"{cursor.path}: broken: tensor {tensor.name} is listed twice or not aligned"
+                f"{cursor.path}: broken: tensor {tensor.name!r} is listed twice or not aligned"
             )
         tensors[tensor.name] = tensor._replace(offset=start)
     return tensors
@@ -273,24 +277,24 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
 def _read_tensor_info(cursor: _Cursor, index: int) -> GGUFTensor:
     """One entry of the tensor list; its offset still counts from the start of the data."""
     name = cursor.string(f"the name of tensor {index}")
-    num_dimensions = cursor.integer("<I", name)
+    num_dimensions = cursor.integer("<I", repr(name))
     if num_dimensions > MAX_DIMENSIONS:
         raise ModelLoadError(
-            f"{cursor.path}: broken: tensor {name} has {num_dimensions} dimensions, at most "
+            f"{cursor.path}: broken: tensor {name!r} has {num_dimensions} dimensions, at most "
             f"{MAX_DIMENSIONS} exist"
         )
-    shape = tuple(reversed([cursor.integer("<Q", name) for _ in range(num_dimensions)]))
-    type_number, offset = cursor.integer("<I", name), cursor.integer("<Q", name)
+    shape = tuple(reversed([cursor.integer("<Q", repr(name)) for _ in range(num_dimensions)]))
+    type_number, offset = cursor.integer("<I", repr(name)), cursor.integer("<Q", repr(name))
     type_name = TYPE_NAMES.get(type_number, f"number {type_number}")
     block_type = BLOCKS.get(type_name)
     if block_type is None:
         raise ModelLoadError(
-            f"{cursor.path}: tensor {name} has type {type_name}, which is not supported; "
+            f"{cursor.path}: tensor {name!r} has type {type_name}, which is not supported; "
             f"supported: {', '.join(BLOCKS)}"
         )
     if not shape or shape[-1] % block_type.size:
         raise ModelLoadError(
-            f"{cursor.path}: broken: tensor {name} of type {type_name} has shape {list(shape)}, "
+            f"{cursor.path}: broken: tensor {name!r} of type {type_name} has shape {list(shape)}, "
             f"expected rows of a multiple of {block_type.size} values"
         )
     num_bytes = math.prod(shape) // block_type.size * block_type.dtype.itemsize

@@ -30,6 +30,13 @@ CONFIG_KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+# Metadata keys that scale rotary embeddings -> the values that mean they are plain. The factor
+# scales without a type too; scale_linear is what older converters called it.
+ROPE_SCALING: Mapping[str, tuple[object, ...]] = {
+    "llama.rope.scaling.type": ("none",),
+    "llama.rope.scaling.factor": (0, 1),
+    "llama.rope.scale_linear": (0, 1),
+}
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -55,7 +62,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
         _check_family(self._file)
-        self._names = {_huggingface_name(name): name for name in self._file.tensors}
+        self._names = {_huggingface_name(name, path): name for name in self._file.tensors}
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: self._file.tensors[own].shape for name, own in self._names.items()
         }
@@ -73,14 +80,19 @@ class GGUFCheckpoint:
         self._file.close()
 
 
-def _huggingface_name(name: str) -> str:
-    """The checkpoint name of a GGUF tensor; an unknown one stays, and is reported as unexpected."""
+def _huggingface_name(name: str, path: Path) -> str:
+    """The checkpoint name of a GGUF tensor. No two have the same: an unknown one is refused, even
+    if it is called as the checkpoint would call it."""
     if match := LAYER_TENSOR.fullmatch(name):
         layer, part, kind = match.groups()
         if part in LAYER_NAMES:
             return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
     stem, _, kind = name.rpartition(".")
-    return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
+    if stem not in NAMES:
+        raise ModelLoadError(
+            f"{path}: tensor {name!r} is unexpected: the architecture has no such weight"
+        )
+    return f"{NAMES[stem]}.{kind}"
 
 
 def _check_family(file: GGUFFile) -> None:
@@ -91,11 +103,15 @@ def _check_family(file: GGUFFile) -> None:
         raise ModelLoadError(
             f"{file.path}: expected general.architecture 'llama', got {architecture!r}"
         )
-    scaling = metadata.get("llama.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in file.tensors:
+    for key, plain in ROPE_SCALING.items():
+        if metadata.get(key, plain[0]) not in plain:
+            raise ModelLoadError(
+                f"{file.path}: scaled rotary embeddings are not supported "
+                f"({key} is {metadata[key]!r:.100})"
+            )
+    if "rope_freqs.weight" in file.tensors:
         raise ModelLoadError(
-            f"{file.path}: scaled rotary embeddings are not supported "
-            f"(llama.rope.scaling.type is {scaling!r})"
+            f"{file.path}: scaled rotary embeddings are not supported (it has rope_freqs.weight)"
         )
     if metadata.get("llama.expert_count", 0):
         raise ModelLoadError(f"{file.path}: mixture-of-experts models are not supported")

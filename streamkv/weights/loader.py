@@ -94,13 +94,13 @@ def _check_names_and_shapes(source: WeightSource, parameters: Sequence[Parameter
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise ModelLoadError(
-            f"checkpoint: tensor {missing[0]} is missing{_and_more(missing)}: expected shape "
+            f"checkpoint: tensor {missing[0]!r} is missing{_and_more(missing)}: expected shape "
             f"{list(expected[missing[0]])}; the files are incomplete or of another model"
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise ModelLoadError(
-                f"checkpoint: tensor {name}: expected shape {list(shape)}, got "
+                f"checkpoint: tensor {name!r}: expected shape {list(shape)}, got "
                 f"{list(shapes[name])}; the config and the weights don't belong together"
             )
     # A tied model may be saved with its head; the embedding is what counts.
@@ -112,7 +112,7 @@ def _check_names_and_shapes(source: WeightSource, parameters: Sequence[Parameter
     ]
     if unexpected:
         raise ModelLoadError(
-            f"checkpoint: tensor {unexpected[0]} of shape {list(shapes[unexpected[0]])} is "
+            f"checkpoint: tensor {unexpected[0]!r} of shape {list(shapes[unexpected[0]])} is "
             f"unexpected{_and_more(unexpected)}: the architecture has no such weight"
         )
 

@@ -43,6 +43,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _check_regular(path)
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -56,7 +57,7 @@ class SafetensorsFile:
         dtype = DTYPES.get(info.dtype)
         if dtype is None:
             raise ModelLoadError(
-                f"{self.path}: tensor {name} has type {info.dtype}, which is not supported; "
+                f"{self.path}: tensor {name!r} has type {info.dtype}, which is not supported; "
                 f"supported: {', '.join(DTYPES)}"
             )
         values = np.frombuffer(self._data, dtype, math.prod(info.shape), info.start)
@@ -95,9 +96,12 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
 
 
 def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
+    """By the index alone: a tensor may be in other shards too, and one it doesn't list isn't of
+    the model."""
     weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
-        isinstance(shard, str) and shard == Path(shard).name for shard in weight_map.values()
+        isinstance(shard, str) and shard == Path(shard).name and shard.isprintable()
+        for shard in weight_map.values()
     ):
         raise ModelLoadError(
             f"{folder / INDEX_FILE}: expected weight_map to map tensor names to file names"
@@ -106,12 +110,19 @@ def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
     for name, shard in weight_map.items():
         if name not in shards[shard].tensors:
             raise ModelLoadError(
-                f"{folder / shard}: tensor {name} is missing, though {INDEX_FILE} places it here"
+                f"{folder / shard}: tensor {name!r} is missing, though {INDEX_FILE} places it here"
             )
-    return {name: shard for shard in shards.values() for name in shard.tensors}
+    return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _check_regular(path: Path) -> None:
+    """Raise for what may never end when it is read, such as a pipe. A missing file is no matter."""
+    if path.exists() and not path.is_file():
+        raise ModelLoadError(f"{path}: cannot be read: expected a regular file")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    _check_regular(path)
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as exc:
@@ -128,7 +139,10 @@ def _read_header(path: Path, data: mmap.mmap) -> dict[str, TensorInfo]:
             names = header.offset_keys()
             slices = [header.get_slice(name) for name in names]
     except (SafetensorError, OSError) as exc:
-        raise ModelLoadError(f"{path}: truncated or not a safetensors file: {exc}") from exc
+        # repr: the library's message may quote the file
+        raise ModelLoadError(
+            f"{path}: truncated or not a safetensors file: {str(exc)!r:.300}"
+        ) from exc
     tensors = {}
     start = 8 + struct.unpack_from("<Q", data)[0]
     for name, info in zip(names, slices, strict=True):

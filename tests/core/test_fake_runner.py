@@ -106,6 +106,15 @@ def test_a_step_fails_when_told_to_and_the_next_one_may_still_name_its_rows(runn
     assert len(unpack_ints(output.sampled)) == 1
 
 
+def test_rows_with_a_broken_token_fail_alone(runner):
+    runner.broken_token_ids = frozenset((7,))
+    changes = {"added": [row_added(1, [7], [1])], "scheduled": [1, 0, 1, 1, 0, 3, 1, 1]}
+    output = runner.step(make_step(1, **changes))
+    assert list(unpack_ints(output.failed)) == [0]
+    assert unpack_ints(output.sampled)[1] == expected_tokens(PROMPT, 2, VOCAB_SIZE)[1]
+    assert (output.error, runner.violations) == ("", [])
+
+
 def test_a_crash_is_raised(runner):
     runner.crash_next = RuntimeError("segfault")
     with pytest.raises(RuntimeError, match="segfault"):

@@ -1,10 +1,14 @@
 """A step is sent before the last one's results are known: what is known one step late."""
 
+import msgspec
+import pytest
 from core.harness import EOS, VOCAB_SIZE, Harness, rows
 from fakes import expected_tokens
 
+from streamkv.core.integrity import IntegrityError
+from streamkv.core.scheduler import NO_TOKEN
 from streamkv.core.sequence import SequenceStatus
-from streamkv.protocol import FinishReason, unpack_ints
+from streamkv.protocol import FinishReason, pack_ints, unpack_ints
 
 
 def test_the_next_step_assumes_one_token_for_each_row_in_flight():
@@ -251,6 +255,49 @@ def test_rows_of_a_failed_step_are_dropped_from_the_step_after_it():
     harness.run()
     harness.check_answer(later)
     assert lost.output_token_ids == []
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_row_without_finite_logits_ends_alone_and_its_next_step_is_dropped(depth):
+    harness = Harness(depth=depth, block_size=2)
+    sequences = [harness.add_one(prompt, 9) for prompt in ([1, 2, 3], [4, 5, 6], [7, 8, 9, 10])]
+    healthy, lost, other = sequences
+    harness.fill()
+    harness.runner.broken_token_ids = frozenset((6,))
+    events = harness.commit()
+    assert [(e.sequence, e.token_id, e.finish_reason) for e in events] == [
+        (healthy, harness.oracle(healthy)[0], None),
+        (lost, NO_TOKEN, FinishReason.ERROR),
+        (other, harness.oracle(other)[0], None),
+    ]
+    harness.runner.broken_token_ids = frozenset()  # the step sent ahead samples something for it
+    events = harness.advance()
+    assert [event.sequence for event in events] == [healthy, other]
+    harness.run()
+    for sequence in sequences:
+        harness.check_answer(sequence)
+    assert healthy.num_output_tokens == other.num_output_tokens == 9
+    assert lost.output_token_ids == []
+
+
+def test_a_row_that_fails_after_its_sequence_ended_has_no_event():
+    harness = Harness(depth=1)
+    aborted, other = harness.add_one([6, 2], 9), harness.add_one([1], 2)
+    harness.fill()
+    harness.finish(aborted)
+    harness.runner.broken_token_ids = frozenset((6,))
+    assert [event.sequence for event in harness.commit()] == [other]
+    harness.run()
+    harness.check_answer(other)
+
+
+@pytest.mark.parametrize("failed", [[1], [-1]])
+def test_a_failed_row_that_did_not_ask_is_seen(failed):
+    harness = Harness()
+    harness.add_one([1, 2], 2)
+    output = harness.runner.step(harness.schedule().step)
+    with pytest.raises(IntegrityError, match="as failed"):
+        harness.scheduler.commit(msgspec.structs.replace(output, failed=pack_ints(failed)))
 
 
 def test_depths_give_the_same_answers_with_fewer_waits():

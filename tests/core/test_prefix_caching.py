@@ -97,6 +97,34 @@ def test_a_step_that_failed_publishes_nothing():
     harness.check_answer(again)
 
 
+def test_a_step_that_failed_after_an_abort_publishes_nothing():
+    harness = Harness(depth=1, block_size=4, max_num_batched_tokens=4)
+    aborted = harness.add_one([*PROMPT, 1], 9)
+    harness.fill()
+    harness.finish(aborted)
+    harness.runner.fail_next = "no"
+    assert harness.commit() == []
+    harness.commit()  # succeeded, on top of a first chunk that was never computed
+    again = harness.add_one([*PROMPT, 1], 9)
+    harness.run()
+    assert again.num_cached_tokens == 0
+    harness.check_answer(again)
+
+
+def test_a_row_without_finite_logits_publishes_nothing():
+    harness = Harness(depth=1, block_size=4)
+    harness.add_one(PROMPT, 9)
+    harness.fill()
+    harness.runner.broken_token_ids = frozenset(PROMPT)
+    assert harness.commit()[0].finish_reason is FinishReason.ERROR
+    harness.runner.broken_token_ids = frozenset()
+    harness.run()
+    again = harness.add_one([*PROMPT, 1], 9)
+    harness.run()
+    assert again.num_cached_tokens == 0
+    harness.check_answer(again)
+
+
 def test_an_aborted_prompt_still_leaves_what_it_computed():
     harness = Harness(depth=1, block_size=4)
     aborted = harness.add_one([*PROMPT, 1], 9)

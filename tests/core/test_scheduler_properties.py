@@ -99,6 +99,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_the_next_step(self):
         self.harness.runner.fail_next = "out of luck"
 
+    @rule(token_ids=st.sampled_from([(), (), (5,)]))
+    def break_rows_with(self, token_ids):
+        self.harness.runner.broken_token_ids = frozenset(token_ids)
+
     @precondition(lambda self: self.harness.live)
     @rule(
         number=st.integers(0, 100), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP])

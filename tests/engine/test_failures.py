@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from engine.support import (
+    SPECIAL_IDS,
     TOKENIZER,
     check_nothing_is_held,
     greedy,
@@ -120,6 +121,49 @@ def test_three_failed_steps_in_a_row_are_the_end_of_the_engine():
             with pytest.raises(EngineDeadError, match="3 steps failed"):
                 await engine.wait_ready()
             await until(lambda: runner.closed)
+
+    run(main)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_without_finite_logits_fails_alone_however_often(async_scheduling):
+    broken = 60
+    runner = make_runner(max_model_len=200, avoid=[*SPECIAL_IDS, broken])
+    runner.broken_token_ids = frozenset((broken,))
+
+    async def main() -> None:
+        async with make_engine(runner, async_scheduling=async_scheduling) as engine:
+            async with engine.generate(PROMPT, greedy(max_tokens=150)) as other:
+                for _ in range(10):
+                    with pytest.raises(GenerationError, match="logits were not finite"):
+                        await engine.generate([broken, 9], SamplingParams(n=2)).collect()
+                (completion,) = await other.collect()
+            assert list(completion.token_ids) == oracle(runner, PROMPT, 150)
+            for _ in range(10):  # and with nothing else that succeeds between
+                with pytest.raises(GenerationError, match="logits were not finite"):
+                    await engine.generate([broken]).collect()
+            assert engine.status is EngineStatus.READY
+            assert engine.stats().request_success_total["error"] == 30
+            (completion,) = await engine.generate(PROMPT, greedy(max_tokens=5)).collect()
+            assert list(completion.token_ids) == oracle(runner, PROMPT, 5)
+            await until_idle(engine)
+            check_nothing_is_held(engine, runner)
+
+    run(main)
+
+
+def test_a_request_whose_logits_break_on_the_way_keeps_the_tokens_before():
+    runner = make_runner()
+    expected = oracle(runner, PROMPT, 6)
+    runner.broken_token_ids = frozenset(expected[5:])
+
+    async def main() -> None:
+        async with make_engine(runner) as engine, engine.generate(PROMPT, greedy()) as stream:
+            tokens = []
+            with pytest.raises(GenerationError, match="logits were not finite"):
+                async for delta in stream:
+                    tokens += delta.token_ids
+            assert tokens == expected
 
     run(main)
 

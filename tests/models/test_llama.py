@@ -128,6 +128,10 @@ def test_a_model_lists_each_weight_once_and_is_built_without_torch():
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "'llama3' rotary"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "'linear'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "'linear'"),
+        ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "'linear'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta"),
         ({"rope_parameters": 3}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
@@ -146,3 +150,5 @@ def test_rope_theta_is_read_where_old_and_new_configs_keep_it():
     new = config_dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
     assert ModelConfig.from_dict(old).rope_theta == 5e5
+    both = new | {"rope_theta": 1e4, "rope_scaling": {"rope_type": "default"}}
+    assert ModelConfig.from_dict(both).rope_theta == 5e5

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from streamkv.errors import ConfigError
-from streamkv.runner.kv_cache import MemoryBudget, available_memory_bytes, plan_kv_cache
+from streamkv.runner.kv_cache import (
+    MemoryBudget,
+    available_memory_bytes,
+    format_bytes,
+    plan_kv_cache,
+)
 
 GIB = 1 << 30
 
@@ -62,10 +67,46 @@ def test_an_override_wins_over_memory_and_there_is_always_a_block():
         plan(num_blocks_override=7, max_model_len=113)
 
 
+@pytest.mark.parametrize("num_blocks", [2**31 // 16, 10**20])
+def test_more_blocks_than_kernels_can_number_are_refused(num_blocks):
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override: expected at most 134217727"):
+        plan(num_blocks_override=num_blocks)
+
+
+def test_a_plan_never_has_more_slots_than_kernels_can_number():
+    sizes = {"kv_bytes_per_token": 1, "max_num_seqs": 4096, "max_position_embeddings": 2**24}
+    assert plan(free_bytes=1 << 50, **sizes).num_blocks == (2**31 - 1) // 16
+
+
+def test_a_context_without_room_for_an_answer_is_refused():
+    with pytest.raises(ConfigError, match="max_model_len: expected at least 2"):
+        plan(max_model_len=1)
+    with pytest.raises(ConfigError, match=r"1 KV blocks of 1 tokens, 500 bytes are free"):
+        plan(block_size=1, free_bytes=500)
+    assert plan(block_size=1, free_bytes=2000).max_model_len == 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1,023 bytes"),
+        (1024, "1.0 KiB"),
+        (int(1.5 * GIB), "1.5 GiB"),
+        (200 << 20, "200 MiB"),
+        (5000 << 40, "5,000 TiB"),
+    ],
+)
+def test_sizes_are_shown_in_units_that_fit(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
 def test_a_budget_is_shared_by_name():
     budget = MemoryBudget(1000)
     budget.reserve("a weights", 600)
-    with pytest.raises(ConfigError, match="b weights needs"):
+    with pytest.raises(
+        ConfigError, match="b weights: 500 bytes needed, 400 bytes of 1,000 bytes free"
+    ):
         budget.reserve("b weights", 500)
     with pytest.raises(ConfigError, match="a weights is reserved already"):
         budget.reserve("a weights", 1)

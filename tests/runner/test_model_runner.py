@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import resource
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import transformers
 from drive import build_scheduler, load_runner, request, run_requests
+from msgspec import structs
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny_checkpoint
 
 from streamkv.errors import ConfigError, ModelLoadError
@@ -268,22 +271,59 @@ def test_a_step_that_breaks_the_protocol_is_an_error_and_the_next_one_works(
     assert after.error == "" and [*unpack_ints(after.sampled)] == expected[4][:1]
 
 
-def test_broken_weights_fail_their_step_and_not_the_engine(folder, tmp_path, expected):
-    """A token whose embedding is NaN: its request ends with an error, the next one is served."""
-    from safetensors.torch import load_file, save_file
-
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ops", ["reference", "native"])
+def test_a_broken_embedding_fails_the_rows_that_read_it_and_no_others(tmp_path, temperature, ops):
+    """A token whose embedding is NaN; the others share its steps, and later its blocks."""
     broken = save_tiny_checkpoint(tmp_path, head_dim=16, tie_word_embeddings=False)
     weights = load_file(broken / "model.safetensors")
     weights["model.embed_tokens.weight"][3] = float("nan")
     save_file(weights, broken / "model.safetensors")
-    runner, info = load_runner(broken)
+    runner, info = load_runner(broken, num_gpu_blocks_override=8, block_size=4, ops=ops)
+    options = {"temperature": temperature, "logprobs": 2, "logit_bias": {3: -100.0}}
+    fine = [request(name, [5, index + 4, 8], 12, **options) for index, name in enumerate("abc")]
+    alone = [run_requests(runner, info, [one]) for one in fine]
     scheduler = build_scheduler(info)
-    lost = run_requests(runner, info, [request("lost", [5, 3, 8])], scheduler=scheduler)
-    assert lost["lost"][0].finish_reason == FinishReason.ERROR
-    fine = run_requests(runner, info, [request("fine", [5, 4, 8])], scheduler=scheduler)
-    assert fine["fine"][0].finish_reason == FinishReason.LENGTH
-    assert len(fine["fine"][0].token_ids) == 16
-    assert scheduler.num_held_blocks == 0
+    for _ in range(2):
+        lost = [request(name, [5, 3, 8], **options) for name in ("lost", "gone")]
+        results = run_requests(runner, info, [lost[0], *fine, lost[1]], scheduler=scheduler)
+        for name in ("lost", "gone"):
+            assert results[name][0].finish_reason == FinishReason.ERROR
+            assert results[name][0].token_ids == []
+        for name, single in zip("abc", alone, strict=True):
+            assert results[name][0].token_ids == single[name][0].token_ids
+            assert all(math.isfinite(one.logprob) for one in results[name][0].logprobs)
+            assert results[name][0].finish_reason == FinishReason.LENGTH
+        assert scheduler.num_held_blocks == 0
+
+
+@pytest.mark.parametrize("ops", ["reference", "native"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("tensor", ["layers.1.mlp.up_proj", "layers.0.self_attn.k_proj", "norm"])
+def test_weights_that_are_no_numbers_are_refused_at_load(tmp_path, ops, value, tensor):
+    broken = save_tiny_checkpoint(tmp_path, head_dim=16)
+    weights = load_file(broken / "model.safetensors")
+    weights[f"model.{tensor}.weight"][1] = value
+    save_file(weights, broken / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="the weights are broken"):
+        load_runner(broken, ops=ops)
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 100.0])
+def test_no_repetition_penalty_unmasks_or_breaks_a_row(folder, expected, penalty):
+    """In float32 the first is zero. An end token in the prompt is masked and penalized at once."""
+    prompts_ = [[*prompts()[4], 2, 0], prompts()[5]]
+    odd = {"repetition_penalty": penalty, "min_tokens": 12, "logit_bias": {2: 100.0}}
+    runner, info = load_runner(folder)
+    for temperature in (0.0, 1.0):
+        requests = [
+            request("odd", prompts_[0], 12, temperature=temperature, **odd),
+            request("plain", prompts_[1], 12),
+        ]
+        results = run_requests(runner, info, requests, eos_token_ids=frozenset((0, 2)))
+        assert results["odd"][0].finish_reason == FinishReason.LENGTH
+        assert not {0, 2} & set(results["odd"][0].token_ids)
+        assert results["plain"][0].token_ids[:4] == expected[5][:4]
 
 
 def test_an_error_under_overlap_leaves_the_step_sent_ahead_and_other_rows_alone(folder, expected):
@@ -339,8 +379,24 @@ def test_models_under_one_budget_take_and_give_back(folder):
 def test_a_model_larger_than_the_budget_is_refused_with_numbers(folder):
     base, _ = load_runner(folder)
     runner = ModelRunner(base._config, base._checkpoint, MemoryBudget(1000))
-    with pytest.raises(ConfigError, match="test weights needs"):
+    with pytest.raises(ConfigError, match=r"test weights: [\d.]+ KiB needed, 1,000 bytes of"):
         runner.load(lambda stage, fraction: None)
+
+
+def test_a_step_is_never_larger_than_what_can_run_at_once(folder):
+    """A budget of tokens that nobody can spend takes nothing from the KV cache."""
+    base, _ = load_runner(folder)
+    fields = {"num_gpu_blocks_override": 0, "max_num_seqs": 4}
+    plans = []
+    for num_tokens in (4 * 256, 10**9):
+        config = structs.replace(base._config, max_num_batched_tokens=num_tokens, **fields)
+        runner = ModelRunner(config, base._checkpoint, MemoryBudget(16 << 20))
+        plans.append(runner.load(lambda stage, fraction: None))
+        runner.close()
+    assert plans[0] == plans[1] and plans[0].max_model_len == 256
+    config = structs.replace(base._config, max_num_batched_tokens=10**9, num_gpu_blocks_override=0)
+    with pytest.raises(ConfigError, match=r"lower --max-num-batched-tokens \(1000000000\)"):
+        ModelRunner(config, base._checkpoint, MemoryBudget(16 << 20)).load(lambda *_: None)
 
 
 def test_the_kv_cache_commits_no_memory_before_it_is_used(folder):
@@ -374,6 +430,8 @@ def test_loading_tells_its_progress_and_its_facts(folder):
     ("config", "message"),
     [
         ({"max_model_len": 257}, "at most the 256 positions"),
+        ({"max_model_len": 1}, "at least 2"),
+        ({"num_gpu_blocks_override": 10**20}, "at most 134217727 blocks"),
         ({"max_model_len": 256, "num_gpu_blocks_override": 15}, "there are 15"),
     ],
 )

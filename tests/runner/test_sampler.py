@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from streamkv.errors import GenerationError
 from streamkv.runner.sampler import Edits, SamplingBatch, sample
 
 VOCAB_SIZE = 60
@@ -42,6 +41,7 @@ def sampling(num_rows: int, **columns) -> SamplingBatch:
         added=columns.get("added", Edits.none()),
         repeated=columns.get("repeated", Edits.none()),
         subtracted=columns.get("subtracted", Edits.none()),
+        masked=columns.get("masked", Edits.none()),
     )
 
 
@@ -133,14 +133,15 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept():
     assert support(logits, temperature=1.0, top_p=0.8) == {0, 1, 2, 3}
 
 
-def test_edits_are_masks_and_biases_then_repetition_then_the_subtracted_penalties():
+def test_edits_are_biases_then_repetition_then_the_subtracted_penalties_then_masks():
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5, 3.0]])
     batch = sampling(
         1,
         num_logprobs=5,
-        added=edits((0, 4, -math.inf), (0, 2, 1.5), (0, 4, 9.0)),
-        repeated=edits((0, 0, 2.0), (0, 1, 2.0), (0, 2, 2.0)),
-        subtracted=edits((0, 0, 0.25)),
+        added=edits((0, 2, 1.5), (0, 4, 9.0)),
+        repeated=edits((0, 0, 2.0), (0, 1, 2.0), (0, 2, 2.0), (0, 4, 0.5)),
+        subtracted=edits((0, 0, 0.25), (0, 4, -2.0)),
+        masked=edits((0, 4, -math.inf)),
     )
     # 2 / 2 - 0.25, -2 * 2, (1 + 1.5) / 2, 0.5, masked
     before = logits.clone()
@@ -202,9 +203,32 @@ def test_no_legal_parameter_can_make_logits_look_broken(temperature, penalty):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_an_error(temperature, value):
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_row_whose_logits_are_not_finite_fails_alone(temperature, value, edited):
     logits = random_logits(3)
+    columns = {"temperature": temperature, "uniforms": 0.7, "top_p": 0.8, "num_logprobs": 2}
+    if edited:
+        columns["added"] = edits((0, 5, 2.0), (1, 5, 2.0), (2, 5, 2.0))
+    healthy = sample(logits, sampling(3, **columns))
+    logits[1, :] = value if value == -math.inf else logits[1]
     logits[1, 4] = value
-    with pytest.raises(GenerationError, match="NaN"):
-        sample(logits, sampling(3, temperature=temperature))
+    sampled = sample(logits, sampling(3, **columns))
+    assert (healthy.failed.tolist(), sampled.failed.tolist()) == ([], [1])
+    assert sampled.token_ids.tolist() == [healthy.token_ids[0], 0, healthy.token_ids[2]]
+    assert sampled.logprobs == (healthy.logprobs[0], None, healthy.logprobs[2])
+
+
+@pytest.mark.parametrize("penalty", [1e-38, 0.5, 100.0])
+def test_a_masked_token_stays_masked_whatever_the_penalties(penalty):
+    logits = random_logits(1)
+    logits[0, 7] = 1e4
+    batch = sampling(
+        1,
+        added=edits((0, 7, 100.0)),
+        repeated=edits(*((0, token_id, penalty) for token_id in range(VOCAB_SIZE))),
+        subtracted=edits((0, 7, -1e6)),
+        masked=edits((0, 7, -math.inf)),
+    )
+    sampled = sample(logits, batch)
+    assert sampled.failed.tolist() == [] and sampled.token_ids[0] != 7

@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
-import uvicorn
 from fakes import FakeRunner, expected_tokens
 from tiny import tiny_tokenizer
 
 from streamkv.config import ServerConfig
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.protocol import Runner, RunnerInfo, StepInput, StepOutput, pack_ints, unpack_ints
-from streamkv.server.app import create_app
+from streamkv.server import serving
 from streamkv.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -38,10 +37,17 @@ DEADLINE_S = 30.0
 class Server:
     """A server on a free port of 127.0.0.1; `call` runs a coroutine on its event loop."""
 
-    def __init__(self, runner: Runner, config: ServerConfig, engine: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        config: ServerConfig,
+        engine: dict[str, Any],
+        times: dict[str, float],
+    ) -> None:
         self.runner = runner
         self.tokenizer: Tokenizer = tiny_tokenizer()
         self._config = config
+        self._times = times
         self._engine_fields = {"model": MODEL, **engine}
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
@@ -60,29 +66,28 @@ class Server:
             self.engine = AsyncEngine(
                 runner=self.runner, tokenizer=self.tokenizer, **self._engine_fields
             )
-            app = create_app(self.engine, self._config)
-            self._uvicorn = uvicorn.Server(
-                uvicorn.Config(
-                    app,
-                    http="httptools",
-                    ws="websockets-sansio",
-                    log_config=None,
-                    timeout_graceful_shutdown=5,
-                )
-            )
+            self.serving = serving.Server(self.engine, self._config, **self._times)
         except BaseException as exc:
             self._begun.set_exception(exc)
             raise
         self._begun.set_result(asyncio.get_running_loop())
-        await self._uvicorn.serve(sockets=[self._socket])
+        await self.serving.serve(sockets=[self._socket])
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
 
+    def engine_call(self, function: Callable[[], None]) -> None:
+        """Run something short on the server's loop."""
+
+        async def run() -> None:
+            function()
+
+        self.call(run())
+
     def close(self) -> None:
         if self._openai is not None:
             self._openai.close()
-        self._uvicorn.should_exit = True
+        self.serving.should_exit = True
         self._thread.join(DEADLINE_S)
         self._socket.close()
         assert not self._thread.is_alive(), "the server did not stop"
@@ -192,10 +197,17 @@ def fake_runner(**options: Any) -> FakeRunner:
 
 @contextmanager
 def serve(
-    runner: Runner | None = None, *, ready: bool = True, engine: Any = None, **config: Any
+    runner: Runner | None = None,
+    *,
+    ready: bool = True,
+    engine: Any = None,
+    grace_s: float = 5.0,
+    end_s: float = 5.0,
+    **config: Any,
 ) -> Iterator[Server]:
     """A server for one test. `config` are ServerConfig's fields, `engine` EngineConfig's."""
-    server = Server(runner or fake_runner(), ServerConfig(**config), engine or {})
+    times = {"grace_s": grace_s, "end_s": end_s}
+    server = Server(runner or fake_runner(), ServerConfig(**config), engine or {}, times)
     try:
         if ready:
             server.wait_ready()

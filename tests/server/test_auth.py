@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import openai
 import pytest
@@ -10,7 +11,12 @@ from server.harness import MODEL, Server, serve
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from streamkv.server.auth import accepted_subprotocol, is_loopback, is_same_origin
+from streamkv.server.auth import (
+    accepted_subprotocol,
+    is_loopback,
+    is_same_origin,
+    presented_key,
+)
 
 TEXT = "/v1/completions"
 BODY = {"prompt": "hi", "max_tokens": 1}
@@ -19,8 +25,8 @@ BODY = {"prompt": "hi", "max_tokens": 1}
 async def upgrade(server: Server, **options: object) -> tuple[int, str | None]:
     """Status and chosen subprotocol of a WebSocket upgrade at /v1/responses."""
     try:
-        async with connect(f"ws://{server.host}/v1/responses", proxy=None, **options) as socket:  # type: ignore[arg-type]
-            return 101, socket.subprotocol
+        async with connect(f"ws://{server.host}/v1/responses", proxy=None, **options) as opened:  # type: ignore[arg-type]
+            return 101, opened.subprotocol
     except InvalidStatus as refused:
         assert b'"error"' in refused.response.body
         return refused.response.status_code, None
@@ -50,6 +56,69 @@ def test_without_the_key_what_generates_is_closed_and_probes_are_open(keyed: Ser
             assert answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/health", "/ping", "/version", "/metrics"):
             assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/tokenize/",
+        "//tokenize",
+        "/TOKENIZE",
+        "/tokenize%20",
+        "/health/",
+        "//health",
+        "/HEALTH",
+        "/health/../tokenize",
+        "/app.js/",
+        "/docs",
+    ],
+)
+def test_what_is_not_exactly_an_open_path_asks_for_the_key(keyed: Server, path: str) -> None:
+    with keyed.client() as client:
+        for method in ("GET", "POST", "OPTIONS"):
+            assert raw_status(keyed, method, path) == 401
+        key = {"authorization": "Bearer first key"}
+        assert client.post("/tokenize", json={"prompt": "hi"}, headers=key).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/health", "/v1/models", "/", "/app.js"])
+@pytest.mark.parametrize("tail", ["%0A", "%0D", "%00", "%0D%0A", "%7F", "%C2%85", "%0Ax"])
+def test_a_path_with_a_control_character_is_nobodys(
+    keyed: Server, server: Server, path: str, tail: str
+) -> None:
+    for running in (keyed, server):
+        for method in ("GET", "POST"):
+            assert raw_status(running, method, path + tail) == 404
+    upgrade = [
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==",
+    ]
+    assert raw_status(keyed, "GET", path + tail, *upgrade) == 404
+
+
+def raw_status(server: Server, method: str, path: str, *headers: str) -> int:
+    """The status of a request whose path no client library has touched."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {server.host}", *headers, "", ""]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall("\r\n".join(lines).encode())
+        return int(client.makefile("rb").readline().split()[1])
+
+
+def test_the_pages_own_files_are_open(keyed: Server) -> None:
+    with keyed.client() as client:
+        for path in ("/", "/index.html", "/app.js", "/style.css"):
+            assert client.get(path).status_code == 200
+
+
+def test_an_empty_key_opens_nothing(keyed: Server) -> None:
+    with keyed.client() as client:
+        for header in ("Bearer", "bearer", ""):
+            answer = client.post(TEXT, json=BODY, headers={"authorization": header})
+            assert answer.status_code == 401
+            assert "missing" in answer.json()["error"]["message"]
+    assert presented_key({"headers": [], "subprotocols": ["openai-insecure-api-key."]}) is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +182,25 @@ def test_allowed_origins_may_open_websockets() -> None:
         assert asyncio.run(upgrade(server, origin="https://app.example.evil"))[0] == 403
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:80",
+        "127.0.0.1.evil.example",
+        "",
+        "evil.example@localhost",
+        "localhost/evil.example",
+        "localhost?evil.example",
+        "localhost#evil.example",
+        "localhost\\evil.example",
+        "localhost:80:80",
+        "localhost:x",
+        "localhost, evil.example",
+        "[::1",
+        "[::1]evil.example",
+    ],
+)
 def test_a_loopback_server_answers_to_loopback_names_only(server: Server, host: str) -> None:
     with server.client() as client:
         for path in ("/health", "/v1/models", "/", TEXT):
@@ -122,7 +209,9 @@ def test_a_loopback_server_answers_to_loopback_names_only(server: Server, host: 
             assert answer.json()["error"]["type"] == "permission_error"
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:80", "[::1]"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:", "LOCALHOST:1", "127.0.0.1:9", "[::1]:80", "[::1]"]
+)
 def test_loopback_names_pass_with_any_port(server: Server, host: str) -> None:
     with server.client() as client:
         assert client.get("/health", headers={"host": host}).status_code == 200
@@ -130,7 +219,9 @@ def test_loopback_names_pass_with_any_port(server: Server, host: str) -> None:
 
 def test_a_public_server_answers_to_any_name() -> None:
     with serve(host="0.0.0.0") as server, server.client() as client:
-        assert client.get("/health", headers={"host": "llm.example"}).status_code == 200
+        for host in ("llm.example", "LLM.example:80", "my_container:8000", "[fe80::1]:1"):
+            assert client.get("/health", headers={"host": host}).status_code == 200
+        assert client.get("/health", headers={"host": "evil@llm.example"}).status_code == 403
 
 
 def test_without_cors_a_foreign_page_can_neither_read_nor_send(server: Server) -> None:
@@ -183,6 +274,9 @@ def test_a_cors_origin_may_read_and_send_and_see_its_refusals(keyed: Server) -> 
         ("http://", "", False),
         ("http://[", "[", False),
         ("http://a:99999", "a:99999", False),
+        ("http://evil@a.example", "a.example", False),
+        ("http://a.example/", "a.example", False),
+        ("file://a.example", "a.example", False),
     ],
 )
 def test_same_origin_compares_host_and_port(origin: str, host: str, same: bool) -> None:

@@ -596,11 +596,13 @@ def test_a_client_that_does_not_read_delays_nobody_and_gets_merged_deltas() -> N
 
 def test_a_server_that_stops_ends_its_connections_and_their_responses() -> None:
     gate = threading.Semaphore(4)
-    with serve(fake_runner(gate=gate)) as server:
+    with serve(fake_runner(gate=gate), grace_s=0.2) as server:
 
         async def talk(socket: Socket) -> None:
-            await socket.create("hi", max_output_tokens=300, ignore_eos=True)
-            await socket.receive_until("response.output_text.delta")
+            for lane in ("a", "b"):
+                await socket.create("hi", max_output_tokens=300, ignore_eos=True, stream_id=lane)
+            await socket.create("waits", stream_id="a")
+            await socket.receive_until("response.output_text.delta", lane="a")
             closing = asyncio.create_task(asyncio.to_thread(server.close))
             with pytest.raises(ConnectionClosed) as closed:
                 while True:
@@ -609,8 +611,50 @@ def test_a_server_that_stops_ends_its_connections_and_their_responses() -> None:
             gate.release(1000)
             await closing
 
+        talked = converse(server, talk)
+        for lane in ("a", "b"):
+            [failed] = [event for event in talked.lane(lane) if event.type in ENDS]
+            assert failed.type == "response.failed"
+            assert "shutting down" in failed.response.error.message
+        last = talked.lane("a")[-1]
+        assert (last.type, last.status) == ("error", 503), "what waited was refused"
+        assert server.engine.stats().request_success_total["error"] == 2
+
+
+def test_a_server_that_stops_lets_responses_finish_and_refuses_new_ones() -> None:
+    gate = threading.Semaphore(4)
+    with serve(fake_runner(gate=gate), grace_s=DEADLINE_S) as server:
+
+        async def talk(socket: Socket) -> None:
+            await socket.create("the fox")
+            await socket.receive_until("response.output_text.delta")
+            closing = asyncio.create_task(asyncio.to_thread(server.close))
+            await asyncio.to_thread(server.wait_until, lambda: server.engine.status == "draining")
+            await socket.create("too late", stream_id="new")
+            assert (await socket.error("new")).status == 503
+            gate.release(1000)
+            response = await socket.finish()
+            assert response.output_text == answer_text(server, "the fox")
+            with pytest.raises(ConnectionClosed) as closed:
+                await socket.receive()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+            await closing
+
         converse(server, talk)
-        assert server.engine.stats().request_success_total["abort"] == 1
+        assert server.engine.stats().request_success_total["error"] == 0
+
+
+def test_text_that_is_not_utf8_closes_the_connection_and_logs_nothing(
+    caplog: pytest.LogCaptureFixture, server: Server
+) -> None:
+    async def talk(socket: Socket) -> None:
+        await socket.connection.send(b"\xff\xfe", text=True)
+        with pytest.raises(ConnectionClosed) as closed:
+            await socket.receive()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1007
+
+    converse(server, talk)
+    assert caplog.records == []
 
 
 # --- who may connect -------------------------------------------------------------------------

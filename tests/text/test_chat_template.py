@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from datetime import datetime
 from typing import Any
 
@@ -203,6 +204,33 @@ def test_a_template_that_never_stops_writing_is_cut_off() -> None:
     )
     with pytest.raises(InvalidRequestError, match=str(chat_template.MAX_RENDERED_CHARS)):
         ChatTemplate(endless).render([], m="x" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ f(a=1, a=2) }}"]
+)
+def test_a_template_that_can_not_be_compiled_is_a_load_error(source: str) -> None:
+    with pytest.raises(ModelLoadError, match="can't be compiled") as caught:
+        ChatTemplate(source)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 10 ** 8 }}",
+        "{{ 'a' | center(10 ** 8) }}",
+        "{% if 'a' * 10 ** 8 %}{% endif %}",
+        "{% set x = 'a' * 10 ** 8 %}",
+    ],
+)
+def test_compiling_a_template_computes_nothing_of_it(source: str) -> None:
+    tracemalloc.start()
+    try:
+        ChatTemplate(source)
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_template_that_is_no_jinja_is_a_load_error_with_its_line() -> None:

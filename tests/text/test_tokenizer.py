@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -214,6 +215,23 @@ def test_ends_of_turn_and_of_message_end_a_text_too() -> None:
             "bos_token_id",
         ),
         ({"tokenizer.chat_template": "{% for %}"}, "line 1"),
+        ({"tokenizer.chat_template": 7}, "chat_template to be a string, got 7"),
+        ({"tokenizer.ggml.tokens": 3}, "tokens to be a list of str, got 3"),
+        ({"tokenizer.ggml.tokens": "abc"}, "tokens to be a list of str, got 'abc'"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokens to be a list of str"),
+        ({"tokenizer.ggml.token_type": 3}, "token_type to be a list of int, got 3"),
+        ({"tokenizer.ggml.token_type": [1.5, 1]}, "token_type to be a list of int"),
+        ({"tokenizer.ggml.merges": 3}, "merges to be a list of str, got 3"),
+        ({"tokenizer.ggml.merges": None}, "merges to be a list of str, got None"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "merges to be a list of str"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id to be .* got '2'"),
+        ({"tokenizer.ggml.eos_token_id": [2]}, r"eos_token_id to be .* got \[2\]"),
+        ({"tokenizer.ggml.eos_token_id": 1.5}, "eos_token_id to be .* got 1.5"),
+        ({"tokenizer.ggml.eos_token_id": True}, "eos_token_id to be .* got True"),
+        ({"tokenizer.ggml.eot_token_id": -1}, "eot_token_id to be .* got -1"),
+        ({"tokenizer.ggml.eom_token_id": 2**32 - 1}, "eom_token_id to be .* got 4294967295"),
+        ({"tokenizer.ggml.bos_token_id": "1"}, "bos_token_id to be .* got '1'"),
+        ({"tokenizer.ggml.add_bos_token": "no"}, "add_bos_token to be true or false"),
     ],
 )
 def test_a_broken_or_unknown_gguf_vocabulary_is_an_error_that_names_it(
@@ -272,6 +290,82 @@ def test_end_tokens_are_the_union_of_what_the_files_declare(
 ) -> None:
     folder = folder_with(tmp_path, tiny_folder, **files)
     assert Tokenizer.from_folder(folder).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["config", "generation_config"])
+@pytest.mark.parametrize(
+    "value", ["2", 2.5, 2.0, 2**40, 2**31, -1, True, [None], [2, "3"], [[2]], {"a": 1}]
+)
+def test_an_end_token_that_is_no_token_id_is_refused(
+    tmp_path: Path, tiny_folder: Path, name: str, value: Any
+) -> None:
+    folder = folder_with(tmp_path, tiny_folder, **{name: {"eos_token_id": value}})
+    with pytest.raises(ModelLoadError, match=rf"/{name}\.json: expected eos_token_id"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "template", [[{"x": 1}], ["a"], [{"name": []}], [{"name": "default"}], 5, {"a": 1}]
+)
+def test_a_chat_template_of_another_shape_is_refused(
+    tmp_path: Path, tiny_folder: Path, template: Any
+) -> None:
+    folder = folder_with(tmp_path, tiny_folder, tokenizer_config={"chat_template": template})
+    with pytest.raises(ModelLoadError, match="expected the chat template to be a string or a list"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json"],
+)
+@pytest.mark.parametrize(
+    "content", [b'{"a":' * 100_000, b"[" * 100_000, b'{"a": "\xff"}', b"", b"3"]
+)
+def test_a_broken_file_beside_the_tokenizer_is_one_line_that_names_it(
+    tmp_path: Path, tiny_folder: Path, name: str, content: bytes
+) -> None:
+    folder = folder_with(tmp_path, tiny_folder)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=name) as caught:
+        Tokenizer.from_folder(folder)
+    assert caught.value.message.isprintable()
+
+
+def test_a_chat_template_that_is_not_text_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
+    folder = folder_with(tmp_path, tiny_folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja: expected text in UTF-8"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"]
+)
+def test_a_pipe_among_the_files_is_refused_and_not_waited_for(
+    tmp_path: Path, tiny_folder: Path, name: str
+) -> None:
+    folder = folder_with(tmp_path, tiny_folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelLoadError, match=f"{name}: expected a regular file"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_folder_without_any_tokenizer_is_told_so_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.json") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert caught.value.message.isprintable() and len(caught.value.message) < 300
+
+
+def test_a_token_id_that_would_need_a_huge_table_is_refused(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    content = json.loads((tiny_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["vocab"]["far away"] = 300_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ModelLoadError, match="below 4194304, got 300000000"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_the_chat_template_is_found_wherever_it_is_kept(tmp_path: Path, tiny_folder: Path) -> None:

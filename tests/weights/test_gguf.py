@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from pathlib import Path
@@ -168,20 +169,22 @@ DEEP_ARRAY = b"".join(struct.pack("<IQ", 9, 1) for _ in range(50))
         (b"PK\x03\x04 something else", "not a GGUF file"),
         (raw_gguf(version=1), "expected GGUF version 2 or 3"),
         (raw_gguf(version=0x03000000), "little-endian"),
-        (raw_gguf(tensors=[("t", (256,), 12, 0)]), "tensor t has type Q4_K"),
-        (raw_gguf(tensors=[("t", (256,), 99, 0)]), "tensor t has type number 99"),
+        (raw_gguf(tensors=[("t", (256,), 12, 0)]), "tensor 't' has type Q4_K"),
+        (raw_gguf(tensors=[("t", (256,), 99, 0)]), "tensor 't' has type number 99"),
         (raw_gguf(tensors=[("t", (33,), 8, 0)]), "multiple of 32"),
+        (raw_gguf(tensors=[("\x1b[2J\n", (33,), 8, 0)]), r"'\x1b[2J\n'"),
+        (raw_gguf(metadata=key_value(b"\x1b\n", 77, b""), num_keys=1), r"'\x1b\n'"),
         (raw_gguf(tensors=[("t", (1,) * 5, 0, 0)]), "5 dimensions"),
-        (raw_gguf(tensors=[("t", (2**62, 8), 0, 0)]), "tensor t needs bytes"),
-        (raw_gguf(tensors=[("t", (4,), 0, 2**40)]), "tensor t needs bytes"),
+        (raw_gguf(tensors=[("t", (2**62, 8), 0, 0)]), "tensor 't' needs bytes"),
+        (raw_gguf(tensors=[("t", (4,), 0, 2**40)]), "tensor 't' needs bytes"),
         (raw_gguf(tensors=[("t", (4,), 0, 4)]), "not aligned"),
         (raw_gguf(tensors=[("t", (4,), 0, 0)] * 2), "listed twice"),
-        (raw_gguf(metadata=key_value(b"k", 77, b""), num_keys=1), "k has unknown type 77"),
+        (raw_gguf(metadata=key_value(b"k", 77, b""), num_keys=1), "'k' has unknown type 77"),
         (raw_gguf(metadata=key_value(b"\xff", 0, b"a"), num_keys=1), "not UTF-8"),
         (raw_gguf(metadata=key_value(b"k", 9, DEEP_ARRAY), num_keys=1), "nests arrays"),
         (
             raw_gguf(metadata=key_value(b"k", 9, struct.pack("<IQ", 8, 2**60)), num_keys=1),
-            "k needs",
+            "'k' needs",
         ),
         (
             raw_gguf(
@@ -197,6 +200,12 @@ def test_a_broken_file_is_one_readable_line(tmp_path, content, message):
     with pytest.raises(ModelLoadError) as caught:
         GGUFFile(path)
     assert message in caught.value.message and "\n" not in caught.value.message
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.gguf")
+    with pytest.raises(ModelLoadError, match="regular file"):
+        GGUFFile(tmp_path / "a.gguf")
 
 
 def test_a_missing_file_is_one_readable_line(tmp_path):

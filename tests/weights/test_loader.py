@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import weakref
 from pathlib import Path
@@ -55,8 +56,8 @@ def change_tensors(folder: Path, change) -> None:
     save_file(tensors, path)
 
 
-def save_gguf(folder: Path, path: Path, **metadata) -> Path:
-    """The folder's model as llama.cpp's converter would write it, in float32."""
+def save_gguf(folder: Path, path: Path, *, tensors=None, **metadata) -> Path:
+    """The folder's model as llama.cpp's converter would write it, in float32, and `tensors`."""
     config = json.loads((folder / "config.json").read_text())
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, "llama")
@@ -71,7 +72,10 @@ def save_gguf(folder: Path, path: Path, **metadata) -> Path:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
     for key, value in metadata.items():
-        writer.add_string(key.replace("__", "."), value)
+        add = writer.add_float32 if isinstance(value, float) else writer.add_string
+        add(key.replace("__", "."), value)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         values = tensor.numpy()
@@ -147,6 +151,33 @@ def test_a_sharded_checkpoint_equals_a_single_file(tmp_path):
     assert_equal(load(tmp_path / "sharded"), load(folder))
 
 
+def test_of_a_tensor_in_two_shards_the_one_that_the_index_names_counts(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    expected = load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    others["not of the model"] = torch.ones(3)
+    save_file(others, folder / "b.safetensors")
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    expected["model.norm.weight"] = torch.zeros(32)
+    assert_equal(load(folder), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "a.safetensors"]
+)
+def test_a_pipe_among_the_files_is_refused_and_not_waited_for(tmp_path, name):
+    folder = save_tiny_checkpoint(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if name == "a.safetensors":
+        index = {"weight_map": {"model.norm.weight": name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{name}: cannot be read: expected a regular file" in refusal(folder)
+
+
 @pytest.mark.parametrize(
     "fields", [{}, {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}]
 )
@@ -187,25 +218,34 @@ def test_a_missing_tensor_is_named(tmp_path):
     folder = save_tiny_checkpoint(tmp_path)
     change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     message = refusal(folder)
-    assert "model.layers.1.mlp.up_proj.weight is missing: expected shape [64, 32]" in message
+    assert "'model.layers.1.mlp.up_proj.weight' is missing: expected shape [64, 32]" in message
 
 
 def test_an_unexpected_tensor_is_named(tmp_path):
     folder = save_tiny_checkpoint(tmp_path)
     change_tensors(folder, lambda tensors: tensors.update(extra=torch.ones(2, 3)))
-    assert "tensor extra of shape [2, 3] is unexpected" in refusal(folder)
+    assert "tensor 'extra' of shape [2, 3] is unexpected" in refusal(folder)
+
+
+def test_control_characters_of_a_name_are_not_shown(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update({"\x1b[2J\n": torch.ones(2)}))
+    assert refusal(folder).isprintable()
+    weight_map = {"t": "\x1b[2J.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert refusal(folder).isprintable()
 
 
 def test_an_untied_model_without_a_head_is_refused(tmp_path):
     folder = save_tiny_checkpoint(tmp_path, tie_word_embeddings=False)
     change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    assert "lm_head.weight is missing" in refusal(folder)
+    assert "'lm_head.weight' is missing" in refusal(folder)
 
 
 def test_a_wrong_shape_says_expected_and_got(tmp_path):
     folder = save_tiny_checkpoint(tmp_path)
     change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
-    assert "model.norm.weight: expected shape [32], got [31]" in refusal(folder)
+    assert "'model.norm.weight': expected shape [32], got [31]" in refusal(folder)
 
 
 def test_a_type_that_is_not_supported_is_named(tmp_path):
@@ -213,7 +253,7 @@ def test_a_type_that_is_not_supported_is_named(tmp_path):
     change_tensors(
         folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32).long()})
     )
-    assert "model.norm.weight has type I64" in refusal(folder)
+    assert "'model.norm.weight' has type I64" in refusal(folder)
 
 
 def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path):
@@ -267,7 +307,7 @@ def test_a_broken_folder_is_refused_by_file(tmp_path):
     index.write_text('{"weight_map": {"t": "gone.safetensors"}}')
     assert "gone.safetensors: cannot be read" in refusal(folder)
     index.write_text('{"weight_map": {"t": "other.safetensors"}}')
-    assert "tensor t is missing" in refusal(folder)
+    assert "tensor 't' is missing" in refusal(folder)
     (folder / "config.json").write_text("[1]")
     assert "config.json: expected a JSON object, got list" in refusal(folder)
     (folder / "config.json").unlink()
@@ -278,6 +318,13 @@ def test_a_broken_folder_is_refused_by_file(tmp_path):
     ("metadata", "message"),
     [
         ({"llama__rope__scaling__type": "yarn"}, "'yarn'"),
+        ({"llama__rope__scaling__factor": 8.0}, "llama.rope.scaling.factor is 8.0"),
+        ({"llama__rope__scaling__factor": "1"}, "llama.rope.scaling.factor is '1'"),
+        ({"llama__rope__scale_linear": 4.0}, "llama.rope.scale_linear is 4.0"),
+        ({"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}}, "rope_freqs.weight"),
+        ({"tensors": {"model.norm.weight": np.ones(32, np.float32)}}, "'model.norm.weight'"),
+        ({"tensors": {"blk.00.attn_norm.weight": np.ones(32, np.float32)}}, "layers.00."),
+        ({"tensors": {"a\x1b\n": np.ones(4, np.float32)}}, r"'a\x1b\n' is unexpected"),
         ({"llama__expert_count": "8"}, "mixture-of-experts"),
         ({"llama__rope__dimension_count": "4"}, "llama.rope.dimension_count"),
     ],
@@ -285,6 +332,18 @@ def test_a_broken_folder_is_refused_by_file(tmp_path):
 def test_gguf_variants_of_llama_are_refused(tmp_path, metadata, message):
     folder = save_tiny_checkpoint(tmp_path)
     assert message in refusal(save_gguf(folder, tmp_path / "model.gguf", **metadata))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama__rope__scaling__type": "none"},
+        {"llama__rope__scaling__factor": 1.0, "llama__rope__scale_linear": 0.0},
+    ],
+)
+def test_gguf_rotary_embeddings_that_are_said_to_be_plain_are(tmp_path, metadata):
+    folder = save_tiny_checkpoint(tmp_path)
+    assert_equal(load(save_gguf(folder, tmp_path / "model.gguf", **metadata)), load(folder))
 
 
 def test_gguf_files_of_other_families_or_without_facts_are_refused(tmp_path):

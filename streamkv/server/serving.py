@@ -1,0 +1,185 @@
+"""How the application is served: uvicorn, with the ends that streams need.
+
+Owns the order of a shutdown, and what uvicorn's WebSocket protocol leaves unanswered. Knows
+nothing about endpoints. Invariants:
+
+- A shutdown cuts nobody in silence. Nothing new is taken, what runs may finish for `grace_s`;
+  then the engine ends it, and `end_s` are left for readers to be told, over HTTP and WebSocket
+  alike. Only who still doesn't read then is cut. A second signal skips all waiting.
+- Every WebSocket handshake is answered, also one that can't be parsed.
+- What a client does wrong is told to the client, not to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import HeaderLineTooLong, RequestLineTooLong, TooManyHeaders
+
+from ..config import ServerConfig
+from ..engine.async_engine import AsyncEngine
+from .app import create_app
+from .wire import encode, http_error_body
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 9.0
+END_S = 0.8
+CUT_S = 0.2  # for tasks to notice that their connection is gone
+CLOSING_HANDSHAKE_S = 0.2  # for the other side's half, while shutting down
+_POLL_S = 0.02
+
+_HANDSHAKE_STATUS: dict[type[Exception], HTTPStatus] = {
+    RequestLineTooLong: HTTPStatus.REQUEST_URI_TOO_LONG,
+    HeaderLineTooLong: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    TooManyHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+}
+_CLIENT_FAULTS = (  # what uvicorn logs as a warning, an error or with a traceback
+    "Invalid HTTP request received.",
+    "Invalid UTF-8 sequence received from client.",
+    "Unsupported upgrade request.",
+)
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's, but a handshake that fails is answered and closed, and a refusal is no error."""
+
+    def data_received(self, data: bytes) -> None:
+        if not self.handshake_initiated:
+            data = _without_cookies(data)
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            self._refuse_handshake(self.conn.handshake_exc)
+
+    def _refuse_handshake(self, error: Exception) -> None:
+        self.handshake_initiated = self.handshake_complete = self.close_sent = True
+        status = _HANDSHAKE_STATUS.get(type(error), HTTPStatus.BAD_REQUEST)
+        reason = error.__cause__ or error
+        body = encode(http_error_body(status, f"WebSocket handshake: {reason}"))
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True  # by a refusal
+
+
+class Server(uvicorn.Server):
+    """Serves the application of an engine. `grace_s` and `end_s` together bound a shutdown."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        *,
+        grace_s: float = GRACE_S,
+        end_s: float = END_S,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                _quiet_when_cancelled(create_app(engine, config)),
+                http="httptools",
+                ws=WebSocketProtocol,
+                ws_max_size=config.max_body_bytes,
+                ws_per_message_deflate=False,  # 10 µs a token, for frames of a hundred bytes
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+            )
+        )
+        self._engine = engine
+        self._grace_s = grace_s
+        self._end_s = end_s
+        uvicorn_logger = logging.getLogger("uvicorn.error")
+        uvicorn_logger.setLevel(logging.WARNING)
+        uvicorn_logger.addFilter(_is_no_clients_fault)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the shutdown, the second ends its waiting."""
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers finish, end what is left, and close; replaces uvicorn's own."""
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        self._engine.drain()
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, WebSocketProtocol):
+                connection.close_timeout = CLOSING_HANDSHAKE_S  # its application closes it
+            else:
+                connection.shutdown()  # at once, or after the answer that is being sent
+        if not await self._wait_until(self._is_idle, self._grace_s):
+            num_open = len(self.server_state.connections)
+            logger.warning("shutting down: ending the answers on %d connections", num_open)
+            self._engine.end_requests()
+            await self._wait_until(self._is_idle, self._end_s)
+            await self._cut()
+        await self.lifespan.shutdown()
+
+    async def _cut(self) -> None:
+        """Drop every connection; tasks see that their client is gone, and end."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await self._wait_until(self._is_idle, CUT_S, even_if_forced=True)
+        tasks = list(self.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _is_idle(self) -> bool:
+        return not self.server_state.connections and not self.server_state.tasks
+
+    async def _wait_until(
+        self, condition: Callable[[], bool], limit_s: float, *, even_if_forced: bool = False
+    ) -> bool:
+        """Whether the condition came true in time, and before a second signal."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + limit_s
+        while not condition():
+            if loop.time() >= deadline_s or (self.force_exit and not even_if_forced):
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+
+def _without_cookies(head: bytes) -> bytes:
+    """A request's head as uvicorn writes it anew, less what browsers fill beyond the parser's
+    limit on localhost, where all servers share their cookies; nothing here reads any."""
+    lines = head.split(b"\r\n")
+    return b"\r\n".join(line for line in lines if not line.lower().startswith(b"cookie:"))
+
+
+def _is_no_clients_fault(record: logging.LogRecord) -> bool:
+    return record.msg not in _CLIENT_FAULTS
+
+
+def _quiet_when_cancelled(app: ASGIApp) -> ASGIApp:
+    """Only a shutdown cancels a request's task, after its connection: no error to log."""
+
+    async def quiet_app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] == "lifespan":
+                raise
+
+    return quiet_app
