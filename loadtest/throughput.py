@@ -1,7 +1,7 @@
 """Output tokens per second of a server at several concurrencies, beside sequential transformers.
 
     python -m loadtest.throughput --url http://127.0.0.1:8000 --concurrency 1 8 32
-    python -m loadtest.throughput --transformers model.gguf ...   the same prompts, one at a time
+    python -m loadtest.throughput --transformers my-llama ...   the same prompts, one at a time
 
 Closed loop: `concurrency` clients each send their next request when the last one ended. Prompts
 are random token ids of exact length, new in each run (no prefix hits), greedy, `ignore_eos`.
@@ -67,9 +67,7 @@ class SequentialTransformers:
         import torch
         from transformers import AutoModelForCausalLM
 
-        extra = {"gguf_file": model.name} if model.suffix == ".gguf" else {}
-        folder = model.parent if extra else model
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **extra)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         self.model.generation_config.eos_token_id = None
         self.torch = torch
 
@@ -100,7 +98,9 @@ def main() -> None:
     parser.add_argument("--requests-per-client", type=int, default=2)
     parser.add_argument("--min-requests", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--transformers", type=Path, metavar="MODEL", help="folder or .gguf file")
+    parser.add_argument(
+        "--transformers", type=Path, metavar="FOLDER", help="the model in Hugging Face format"
+    )
     parser.add_argument("--transformers-requests", type=int, default=2)
     arguments = parser.parse_args()
 

@@ -85,6 +85,17 @@ def test_row_sampling_masks_end_tokens_only_below_min_tokens_and_unless_eos_is_i
         ("stop_token_ids", (-1,)),
         ("stop", ("",)),
         ("stop", ("x",) * 17),
+        ("stop_token_ids", range(1025)),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+        ("n", 1.5),
+        ("top_k", 1.5),
+        ("seed", 1.5),
+        ("max_tokens", 3.0),
+        ("min_tokens", 0.5),
+        ("logprobs", 1.0),
+        ("logit_bias", {1.5: 0.0}),
+        ("stop_token_ids", (1.5,)),
+        ("stop_token_ids", (2**31,)),
     ],
 )
 def test_a_sampling_value_out_of_range_is_an_error_that_names_the_field(field, value):
@@ -98,3 +109,20 @@ def test_min_tokens_may_not_exceed_max_tokens():
     with pytest.raises(InvalidRequestError, match="min_tokens"):
         SamplingParams(max_tokens=4, min_tokens=5)
     assert SamplingParams(max_tokens=4, min_tokens=4).min_tokens == 4
+
+
+def test_as_many_stop_tokens_and_biases_as_are_allowed_are_taken():
+    sampling = SamplingParams(
+        stop_token_ids=range(1024), logit_bias=dict.fromkeys(range(1024), 1.0), min_tokens=1
+    )
+    row = RowSampling.build(request_with(sampling), 0, {5000})
+    assert list(unpack_ints(row.min_tokens_stop_ids)) == [*range(1024), 5000]
+
+
+def test_the_choices_of_a_request_differ_by_their_number_only():
+    sampling = SamplingParams(n=3, min_tokens=1, stop_token_ids=(9, 5), logit_bias={1: 2.0})
+    first = RowSampling.build(request_with(sampling), 0, {2})
+    for choice in range(3):
+        row = first.of_choice(choice)
+        assert row == RowSampling.build(request_with(sampling), choice, {2})
+        assert row.bias_ids is first.bias_ids

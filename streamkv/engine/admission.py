@@ -40,9 +40,7 @@ def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
 def check_name(name: str, value: object) -> None:
     """InvalidRequestError unless `value` is text that can be written down."""
     if not isinstance(value, str):
-        raise InvalidRequestError(
-            f"{name}: expected text, got {type(value).__name__}", param=name
-        )
+        raise InvalidRequestError(f"{name}: expected text, got {type(value).__name__}", param=name)
     check_unicode(value, name)
 
 

@@ -17,7 +17,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +32,15 @@ from ..errors import (
 )
 from ..protocol import Runner, RunnerInfo, SamplingParams, StepOutput
 from ..text.tokenizer import Tokenizer
-from .admission import build_request, check_prompt, check_unicode
+from .admission import (
+    build_request,
+    check_name,
+    check_num_messages,
+    check_priority,
+    check_prompt,
+    check_text_fits,
+    check_unicode,
+)
 from .device_thread import DeviceThread
 from .engine_loop import EngineLoop, EngineStats
 from .loading import build_model, resolve_config
@@ -44,6 +52,8 @@ __all__ = ["AsyncEngine", "EngineStats", "EngineStatus"]
 logger = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS = 8192  # tokenizing more than this would hold up the loop: a thread does it
+HUGE_TEXT_CHARS = 1 << 20  # more than this takes a second: one at a time, to leave others threads
+MANY_MESSAGES = 256  # rendering more than this would hold up the loop
 
 
 class EngineStatus(enum.StrEnum):
@@ -86,6 +96,7 @@ class AsyncEngine:
         self._settled = asyncio.Event()  # set once the status is not LOADING
         self._draining = asyncio.Event()  # set once its end was asked for
         self._last_stats = EngineStats()
+        self._huge_text = asyncio.Lock()
 
     # --- life --------------------------------------------------------------------------------
 
@@ -192,13 +203,26 @@ class AsyncEngine:
 
     # --- requests ----------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; a long one is tokenized in a thread. InvalidRequestError."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False
+    ) -> list[int]:
+        """Token ids of a text; a long one is tokenized in a thread. InvalidRequestError.
+
+        With `must_fit`, ContextLengthError for a text that is too long for the context at first
+        sight, before it is tokenized; one that is not may still be too long.
+        """
         check_unicode(text)
+        if must_fit:
+            check_text_fits(text, self.tokenizer, self.info.max_model_len)
         encode = functools.partial(
             self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
-        return await asyncio.to_thread(encode) if len(text) > LONG_TEXT_CHARS else encode()
+        if len(text) <= LONG_TEXT_CHARS:
+            return encode()
+        if len(text) <= HUGE_TEXT_CHARS:
+            return await asyncio.to_thread(encode)
+        async with self._huge_text:
+            return await asyncio.to_thread(encode)
 
     async def encode_chat(
         self,
@@ -207,10 +231,25 @@ class AsyncEngine:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template. InvalidRequestError."""
-        text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, **template_kwargs
+        """Token ids of a conversation, by the model's chat template. InvalidRequestError.
+
+        A long one is rendered in a thread. ContextLengthError for one with more messages than the
+        context has tokens, and for one whose text is too long at first sight.
+        """
+        max_model_len = self.info.max_model_len
+        check_num_messages(len(messages), max_model_len)
+        render = functools.partial(
+            self.tokenizer.apply_chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **template_kwargs,
         )
+        contents = (message.get("content") for message in messages)
+        num_chars = sum(len(content) for content in contents if isinstance(content, Sized))
+        is_long = len(messages) > MANY_MESSAGES or num_chars > LONG_TEXT_CHARS
+        text = await asyncio.to_thread(render) if is_long else render()
+        check_unicode(text, "messages")
+        check_text_fits(text, self.tokenizer, max_model_len, "messages")
         return await self.encode(text, add_special_tokens=False)  # the template has them
 
     def generate(
@@ -222,11 +261,14 @@ class AsyncEngine:
         request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        queue_places: int | None = None,
     ) -> TokenStream:
         """A stream to enter with `async with`; nothing happens before, not even the checks.
 
         `model` is one of `model_ids` (empty: the first). `priority`: lower runs first. Prefix
-        blocks are shared only between equal `cache_salt`s.
+        blocks are shared only between equal `cache_salt`s. `queue_places`: for how many choices
+        the queue must have room; None: its own. Of requests that belong together the first asks
+        for all, the others for 0.
         """
         return TokenStream(
             request_id=request_id or f"req-{secrets.token_hex(12)}",
@@ -235,6 +277,7 @@ class AsyncEngine:
             sampling=sampling or SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
+            queue_places=queue_places,
             admit=self._admit,
         )
 
@@ -246,9 +289,12 @@ class AsyncEngine:
     async def _admit(self, stream: TokenStream) -> Admission:
         """Check a request and take it in; errors name what was wrong."""
         self._loop_of(stream.model)
-        prompt = check_prompt(stream.prompt)
+        check_name("request_id", stream.request_id)
+        check_name("cache_salt", stream.cache_salt)
+        check_priority(stream.priority)
+        prompt = check_prompt(stream.prompt, self.info.max_model_len)
         if isinstance(prompt, str):
-            prompt = tuple(await self.encode(prompt))
+            prompt = tuple(await self.encode(prompt, must_fit=True))
         loop = self._loop_of(stream.model)  # it may have ended while a thread was tokenizing
         request = build_request(
             prompt,
@@ -261,7 +307,7 @@ class AsyncEngine:
             cache_salt=stream.cache_salt,
         )
         loop.scheduler.check_admissible(request)
-        loop.check_queue(request.sampling.n, self.config.max_num_queued_reqs)
+        loop.check_queue(stream.queue_places, self.config.max_num_queued_reqs)
         if request.request_id in loop:
             raise InvalidRequestError(
                 f"request_id: expected one that is not in use, got {request.request_id!r}",

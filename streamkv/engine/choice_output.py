@@ -17,6 +17,7 @@ MAX_DELTA_LOGPROBS of them.
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import TypeVar
 
 from ..core.scheduler import TokenEvent
 from ..protocol import FinishReason, RowLogprobs, SamplingParams, unpack_ints
@@ -25,8 +26,9 @@ from ..text.stop import StopChecker
 from ..text.tokenizer import Tokenizer
 from .outputs import TokenDelta, TokenLogprob, TopLogprob
 
-
 MAX_DELTA_LOGPROBS = 64
+
+T = TypeVar("T")
 
 
 class ChoiceOutput:
@@ -108,24 +110,48 @@ class ChoiceOutput:
         num_tokens = len(self._token_ids)
         if self._logprobs:
             num_tokens = min(num_tokens, MAX_DELTA_LOGPROBS)
-        token_ids = tuple(self._token_ids[:num_tokens])
-        del self._token_ids[:num_tokens]
-        num_texts = num_tokens if self._token_ids else len(self._texts)
-        delta = TokenDelta(
+        token_ids = _pop(self._token_ids, num_tokens)
+        all_taken = not self._token_ids
+        # Text that was held back to the end comes after the last token's.
+        texts = _pop(self._texts, len(self._texts) if all_taken else num_tokens)
+        pieces, logprobs = _pop(self._pieces, num_tokens), _pop(self._logprobs, num_tokens)
+        return TokenDelta(
             self.choice,
-            "".join(self._texts[:num_texts]),
-            token_ids,
-            tuple(
-                self._describe(*item)
-                for item in zip(
-                    token_ids, self._pieces[:num_tokens], self._logprobs[:num_tokens], strict=True
-                )
-            )
-            if self._logprobs
-            else (),
-            None if self._token_ids else self.finish_reason,
-            None if self._token_ids else self.stop_reason,
+            "".join(texts),
+            tuple(token_ids),
+            tuple(map(self._describe, token_ids, pieces, logprobs)),  # () without logprobs
+            self.finish_reason if all_taken else None,
+            self.stop_reason if all_taken else None,
         )
-        for taken in (self._texts[:num_texts], self._pieces, self._logprobs):
-            pass
-        return delta
+
+    def _shown(self, text: str) -> str:
+        """What of the text may be shown now: not what is or may become a stop string.
+
+        Stop strings count only in text that began after `min_tokens` tokens (as in vLLM).
+        """
+        if self._stop is not None and self.num_tokens > self._min_tokens:
+            text = self._stop.push(text)
+            if self._stop.matched is not None:
+                self.finish_reason = FinishReason.STOP
+                self.stop_reason = self._stop.matched
+        return text
+
+    def _describe(self, token_id: int, piece: bytes, logprobs: RowLogprobs) -> TokenLogprob:
+        """A row's log-probabilities with the tokens' texts and bytes."""
+        tokenizer = self._tokenizer
+        top = []
+        for top_id, logprob in zip(
+            unpack_ints(logprobs.top_ids), memoryview(logprobs.top_logprobs).cast("f"), strict=True
+        ):
+            adds = b"" if top_id in self._skipped else tokenizer.token_bytes(top_id)
+            shown = piece if top_id == token_id else adds
+            top.append(TopLogprob(top_id, tokenizer.token_text(top_id), shown, logprob))
+        text = tokenizer.token_text(token_id)
+        return TokenLogprob(token_id, text, piece, logprobs.logprob, logprobs.rank, tuple(top))
+
+
+def _pop(items: list[T], num: int) -> list[T]:
+    """Take the first `num` out of the list, or as many as there are."""
+    first = items[:num]
+    del items[:num]
+    return first

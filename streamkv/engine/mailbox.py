@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ..errors import StreamkvError
+from ..errors import GenerationError, StreamkvError
 from ..protocol import FinishReason, SamplingParams
 from .choice_output import ChoiceOutput
 from .outputs import TokenDelta
@@ -77,11 +77,19 @@ class Mailbox:
             self._wake()
 
     def take(self) -> TokenDelta | None:
-        """The next delta, of the choice that has waited longest; None when there is none now."""
+        """The next delta, of the choice that has waited longest; None when there is none now.
+
+        GenerationError if the tokens can't be described.
+        """
         if not self._ready:
             return None
         output = self._ready.popleft()
-        delta = output.take()
+        try:
+            delta = output.take()
+        except Exception as exc:  # as in EngineLoop: the fault of one request, told to its reader
+            raise GenerationError(
+                f"making text of the tokens failed: {type(exc).__name__}: {exc}"
+            ) from exc
         output.queued = output.has_more
         if output.queued:
             self._ready.append(output)

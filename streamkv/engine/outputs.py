@@ -26,7 +26,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
     token_id: int
     token: str
-    bytes: bytes
+    bytes: bytes  # what it added to the text: none if it was skipped, or ended it unseen
     logprob: float
     rank: int  # 1 = most likely
     top: tuple[TopLogprob, ...]  # most likely first
@@ -36,7 +36,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """What one choice gained since its last delta.
 
     `text` may be empty while `token_ids` is not: half a character, or what could be the start of a
-    stop string, waits for the tokens that follow.
+    stop string, waits for the tokens that follow. Deltas with log-probabilities are cut to 64
+    tokens.
     """
 
     choice: int

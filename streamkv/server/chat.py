@@ -6,10 +6,11 @@ generation path; without `stream` the answer is the same TokenStream, collected.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp
 from ..engine.stream import Completion, TokenDelta, TokenLogprob, TokenStream
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
+from .json_list import JsonList
 from .messages import Messages, TemplateKwargs, template_kwargs, template_messages
 from .metrics import metrics_of, observed
 from .sse import DONE, EventStream, cancel_on_disconnect, data_frame
@@ -29,10 +31,12 @@ from .wire import (
     NotHonoured,
     StreamOptions,
     Usage,
+    is_off,
     json_logprob,
     json_response,
     read_body,
     ready_engine,
+    renaming_fields,
     renaming_params,
 )
 
@@ -62,6 +66,9 @@ MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # --- request ----------------------------------------------------------------------------------
 
 
+_NULL = msgspec.Raw(b"null")
+
+
 class ChatRequest(GenerationFields, kw_only=True):
     messages: Messages
     max_tokens: MaxTokens | None = None  # OpenAI's older name
@@ -72,21 +79,21 @@ class ChatRequest(GenerationFields, kw_only=True):
     stream_options: StreamOptions | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: msgspec.Raw = _NULL
+    tool_choice: msgspec.Raw = _NULL
 
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
 def _sampling(body: ChatRequest) -> SamplingParams:
-    if body.tools and body.tool_choice != "none":
+    if not is_off(body.tools, ([],)) and not is_off(body.tool_choice, ("none",), null=False):
         raise InvalidRequestError(
             'tools: not supported by this server; leave it out or send tool_choice "none"',
             param="tools",
             code="unsupported",
         )
-    if body.tool_choice not in (None, "none", "auto"):
+    if not is_off(body.tool_choice, ("none", "auto")):
         raise InvalidRequestError(
             "tool_choice: not supported by this server; leave it out",
             param="tool_choice",
@@ -120,13 +127,15 @@ class ContentLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[ContentLogprob]
+    """OpenAI's shape. `content` has an entry for each token; those that the text doesn't show
+    (special tokens, the end token) have no bytes, so that all bytes joined are the text."""
+
+    content: list[ContentLogprob] | msgspec.Raw
     refusal: None = None
 
-    @classmethod
-    def of(cls, items: Sequence[TokenLogprob]) -> ChatLogprobs:
-        """OpenAI's shape of one choice's or one chunk's log probabilities."""
-        return cls([_content_logprob(item) for item in items])
+
+def _content_logprobs(items: Sequence[TokenLogprob]) -> list[ContentLogprob]:
+    return [_content_logprob(item) for item in items]
 
 
 def _content_logprob(item: TokenLogprob) -> ContentLogprob:
@@ -193,24 +202,33 @@ class _Answer:
         self._logprobs = bool(body.logprobs)
         self._options = options
 
-    def whole(self, stream: TokenStream, completions: Sequence[Completion]) -> ChatCompletion:
+    async def whole(self, stream: TokenStream) -> ChatCompletion:
+        logprobs = [JsonList() for _ in range(stream.sampling.n)]
+
+        def take_logprobs(delta: TokenDelta) -> None:
+            logprobs[delta.choice].extend(_content_logprobs(delta.logprobs))
+
+        choices = []
+        for completion in await stream.collect(take_logprobs):
+            choices.append(self._choice(completion, logprobs[completion.choice]))
+            await asyncio.sleep(0)  # a choice's log-probabilities may be megabytes
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=stream.model,
-            choices=[self._choice(completion) for completion in completions],
+            choices=choices,
             usage=Usage.of(stream),
             prompt_token_ids=stream.prompt_token_ids if self._token_ids else UNSET,
         )
 
-    def _choice(self, completion: Completion) -> Choice:
+    def _choice(self, completion: Completion, logprobs: JsonList) -> Choice:
         return Choice(
             index=completion.choice,
             message=AssistantMessage(content=completion.text),
-            logprobs=ChatLogprobs.of(completion.logprobs) if self._logprobs else None,
+            logprobs=ChatLogprobs(logprobs.raw()) if self._logprobs else None,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
-            token_ids=tuple(completion.token_ids) if self._token_ids else UNSET,
+            token_ids=completion.token_ids if self._token_ids else UNSET,
         )
 
     async def frames(self, stream: TokenStream) -> AsyncIterator[bytes]:
@@ -236,7 +254,7 @@ class _Answer:
         return ChunkChoice(
             index=delta.choice,
             delta=MessageDelta(content=delta.text) if delta.text else MessageDelta(),
-            logprobs=ChatLogprobs.of(delta.logprobs) if delta.logprobs else None,
+            logprobs=ChatLogprobs(_content_logprobs(delta.logprobs)) if delta.logprobs else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._token_ids else UNSET,
@@ -273,13 +291,18 @@ class _Answer:
 async def create_chat_completion(request: Request) -> ASGIApp:
     body = await read_body(request, _decoder, not_honoured=NOT_HONOURED)
     options = StreamOptions.checked(body.stream_options, stream=bool(body.stream))
-    sampling, messages = _sampling(body), template_messages(body.messages)
+    sampling = _sampling(body)
     engine = ready_engine(request)
-    prompt = await engine.encode_chat(
-        messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        **template_kwargs(body.chat_template_kwargs, "chat_template_kwargs"),
-    )
+    messages = template_messages(body.messages, engine.info.max_model_len)
+    names = {"prompt": "messages"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with renaming_fields(names):
+        prompt = await engine.encode_chat(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            **template_kwargs(body.chat_template_kwargs, "chat_template_kwargs"),
+        )
     completion_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     stream = engine.generate(
         prompt,
@@ -289,15 +312,12 @@ async def create_chat_completion(request: Request) -> ASGIApp:
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    names = {"prompt": "messages"}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
     source = renaming_params(observed(metrics_of(request), stream), names)
     answer = _Answer(completion_id, body, options)
     if body.stream:
         return EventStream(source, answer.frames)
     async with source, cancel_on_disconnect(request.receive, stream):
-        return json_response(answer.whole(stream, await stream.collect()))
+        return json_response(await answer.whole(stream))
 
 
 routes = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -7,10 +7,13 @@ answer is the same streams, collected.
 
 from __future__ import annotations
 
+import asyncio
+import codecs
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated
+from typing import Annotated, cast
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -23,6 +26,7 @@ from ..engine.stream import Completion, TokenDelta, TokenLogprob, TokenStream
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS
 from ..text.tokenizer import Tokenizer
+from .json_list import JsonList
 from .metrics import metrics_of, observed
 from .prompt_streams import PromptStreams
 from .sse import DONE, EventStream, cancel_on_disconnect, data_frame
@@ -41,6 +45,7 @@ from .wire import (
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
+MAX_PROMPTS_TIMES_N = 4096  # choices of one request
 
 NOT_HONOURED: NotHonoured = {
     **SAMPLING_NOT_HONOURED,
@@ -66,28 +71,37 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 Prompt = str | list[int]
 
 
-def _prompts(body: CompletionRequest) -> list[Prompt]:
-    """The prompts, one or many. InvalidRequestError for none, too many or a mixture."""
+def _prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
+    """The prompts, one or many. InvalidRequestError for none, too many or a mixture.
+
+    Of more items than are allowed only the first are looked at: token ids will be refused for
+    their number when the request is admitted.
+    """
     given = body.prompt
     if isinstance(given, str):
         return [given]
     if not given:
         raise InvalidRequestError("prompt: expected text or token ids, got []", param="prompt")
-    ids = [item for item in given if isinstance(item, int)]
-    if len(ids) == len(given):
-        return [ids]
-    prompts = [item for item in given if not isinstance(item, int)]
-    if ids or len({type(item) for item in prompts}) > 1:
+    kinds = set(map(type, given[: max(MAX_PROMPTS, max_model_len)]))
+    if kinds == {int}:
+        return [cast("list[int]", given)]
+    if len(kinds) > 1:
         raise InvalidRequestError(
             "prompt: expected a string, a list of strings, a list of token ids or a list of lists "
             "of token ids, got a mixture",
             param="prompt",
         )
-    if len(prompts) > MAX_PROMPTS:
+    if len(given) > MAX_PROMPTS:
         raise InvalidRequestError(
-            f"prompt: expected at most {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt"
+            f"prompt: expected at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt"
         )
-    return prompts
+    if len(given) * (body.n or 1) > MAX_PROMPTS_TIMES_N:
+        raise InvalidRequestError(
+            f"n: expected at most {MAX_PROMPTS_TIMES_N} choices in a request, got {body.n} for "
+            f"each of {len(given)} prompts; send fewer prompts or lower n",
+            param="n",
+        )
+    return cast("list[Prompt]", given)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -105,12 +119,12 @@ def _check(body: CompletionRequest) -> None:
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Four parallel lists, one entry per token."""
+    """Four parallel lists, one entry per token, also for those that the text doesn't show."""
 
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]  # of the character that the token's first byte belongs to
+    tokens: list[str] | msgspec.Raw
+    token_logprobs: list[float] | msgspec.Raw
+    top_logprobs: list[dict[str, float]] | msgspec.Raw
+    text_offset: list[int] | msgspec.Raw  # of the character that the token's first byte belongs to
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,32 +151,40 @@ class CompletionObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _LogprobWriter:
-    """OpenAI's lists for one choice; keeps the text offset from chunk to chunk."""
+    """OpenAI's lists for one choice, from chunk to chunk, and all of them as JSON."""
 
     def __init__(self) -> None:
         self._num_chars = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._lists = [JsonList() for _ in Logprobs.__struct_fields__]
 
     def write(self, items: Sequence[TokenLogprob]) -> Logprobs:
-        result = Logprobs([], [], [], [])
+        """The next tokens' entries."""
+        tokens, values, tops, offsets = [], [], [], []
         for item in items:
             top = {_token_name(t.token, t.bytes): json_logprob(t.logprob) for t in item.top}
             name = _token_name(item.token, item.bytes)
-            result.tokens.append(name)
-            result.token_logprobs.append(json_logprob(item.logprob))
-            result.top_logprobs.append({**top, name: json_logprob(item.logprob)})
-            result.text_offset.append(self._advance(item.bytes))
-        return result
+            tokens.append(name)
+            values.append(json_logprob(item.logprob))
+            tops.append({**top, name: json_logprob(item.logprob)})
+            offsets.append(self._num_chars)
+            self._num_chars += len(self._decoder.decode(item.bytes))
+        return Logprobs(tokens, values, tops, offsets)
 
-    def _advance(self, data: bytes) -> int:
-        begins = [byte & 0xC0 != 0x80 for byte in data]  # UTF-8: not a continuation byte
-        offset = self._num_chars if not begins or begins[0] else self._num_chars - 1
-        self._num_chars += sum(begins)
-        return max(offset, 0)
+    def collect(self, items: Sequence[TokenLogprob]) -> None:
+        """Keep the next tokens' entries for `whole`."""
+        for pieces, entries in zip(
+            self._lists, msgspec.structs.astuple(self.write(items)), strict=True
+        ):
+            pieces.extend(entries)
+
+    def whole(self) -> Logprobs:
+        return Logprobs(*(pieces.raw() for pieces in self._lists))
 
 
 def _token_name(token: str, data: bytes) -> str:
     """The token's text; its bytes, as OpenAI writes them, when it is part of a character."""
-    if "\N{REPLACEMENT CHARACTER}" not in token:
+    if "\N{REPLACEMENT CHARACTER}" not in token or not data:
         return token
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
@@ -180,14 +202,19 @@ class _Answer:
         self._logprobs = body.logprobs is not None
         self._options = StreamOptions.checked(body.stream_options, stream=bool(body.stream))
 
-    def whole(
-        self, prompts: PromptStreams, completions: Sequence[Sequence[Completion]]
-    ) -> CompletionObject:
-        choices = [
-            self._choice(prompts, i, item, _LogprobWriter(), first=True)
-            for i, of_prompt in enumerate(completions)
-            for item in of_prompt
-        ]
+    async def whole(self, prompts: PromptStreams) -> CompletionObject:
+        writers: dict[tuple[int, int], _LogprobWriter] = defaultdict(_LogprobWriter)
+
+        def take_logprobs(prompt: int, delta: TokenDelta) -> None:
+            writers[prompt, delta.choice].collect(delta.logprobs)
+
+        completions = await prompts.collect(take_logprobs)
+        choices = []
+        for prompt, of_prompt in enumerate(completions):
+            for item in of_prompt:
+                logprobs = writers[prompt, item.choice].whole() if self._logprobs else None
+                choices.append(self._choice(prompts, prompt, item, logprobs, first=True))
+            await asyncio.sleep(0)
         return self._object(prompts, choices, Usage.of(*prompts.streams))
 
     async def frames(self, prompts: PromptStreams) -> AsyncIterator[bytes]:
@@ -196,7 +223,8 @@ class _Answer:
             key = (prompt, delta.choice)
             first = key not in writers
             writer = writers.setdefault(key, _LogprobWriter())
-            choice = self._choice(prompts, prompt, delta, writer, first=first)
+            logprobs = writer.write(delta.logprobs) if self._logprobs else None
+            choice = self._choice(prompts, prompt, delta, logprobs, first=first)
             if choice.text or choice.finish_reason or self._token_ids or self._logprobs:
                 usage: Usage | None | UnsetType = None if self._options.include_usage else UNSET
                 if self._options.continuous_usage_stats:
@@ -211,7 +239,7 @@ class _Answer:
         prompts: PromptStreams,
         prompt: int,
         item: TokenDelta | Completion,
-        writer: _LogprobWriter,
+        logprobs: Logprobs | None,
         *,
         first: bool,
     ) -> Choice:
@@ -219,7 +247,7 @@ class _Answer:
         return Choice(
             index=prompt * self._num_choices + item.choice,
             text=(self._prompt_text(stream) if self._echo and first else "") + item.text,
-            logprobs=writer.write(item.logprobs) if self._logprobs else None,
+            logprobs=logprobs,
             finish_reason=item.finish_reason,
             stop_reason=item.stop_reason,
             token_ids=item.token_ids if self._token_ids else UNSET,
@@ -249,8 +277,8 @@ class _Answer:
 async def create_completion(request: Request) -> ASGIApp:
     body = await read_body(request, _decoder, not_honoured=NOT_HONOURED)
     _check(body)
-    prompts = _prompts(body)
     engine = ready_engine(request)
+    prompts = _prompts(body, engine.info.max_model_len)
     completion_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
     answer = _Answer(completion_id, body, engine.tokenizer)
     sources = [
@@ -263,7 +291,7 @@ async def create_completion(request: Request) -> ASGIApp:
         PromptStreams(sources) as streams,
         cancel_on_disconnect(request.receive, streams),
     ):
-        return json_response(answer.whole(streams, await streams.collect()))
+        return json_response(await answer.whole(streams))
 
 
 async def _streams(
@@ -275,7 +303,8 @@ async def _streams(
     streams: list[TokenStream] = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str) and body.add_special_tokens is False:
-            prompt = await engine.encode(prompt, add_special_tokens=False)
+            await asyncio.sleep(0)  # between many prompts let others run
+            prompt = await engine.encode(prompt, add_special_tokens=False, must_fit=True)
         streams.append(
             engine.generate(
                 prompt,
@@ -284,6 +313,8 @@ async def _streams(
                 request_id=completion_id if len(prompts) == 1 else f"{completion_id}-{i}",
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                # The first asks for all, so that a request is refused as a whole.
+                queue_places=0 if i else len(prompts) * sampling.n,
             )
         )
     return streams

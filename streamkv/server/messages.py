@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from ..engine.admission import check_num_messages
 from ..errors import InvalidRequestError
 
 TemplateKwargs: TypeAlias = dict[str, str | int | float | bool | None]
@@ -51,9 +52,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
 
 
-def template_messages(messages: Sequence[Message], param: str = "messages") -> list[dict[str, Any]]:
-    """The messages as a chat template reads them; InvalidRequestError names the part at fault."""
-    return [_template_message(item, f"{param}[{i}]") for i, item in enumerate(messages)]
+def template_messages(messages: Sequence[Message], max_messages: int) -> list[dict[str, Any]]:
+    """The messages as a chat template reads them; InvalidRequestError names the part at fault.
+
+    ContextLengthError for more than `max_messages`, tool calls counted as messages, before any is
+    looked at.
+    """
+    num_calls = sum(len(item.tool_calls) for item in messages if item.tool_calls)
+    check_num_messages(len(messages) + num_calls, max_messages)
+    return [_template_message(item, f"messages[{i}]") for i, item in enumerate(messages)]
 
 
 def _template_message(message: Message, param: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ reader has not taken.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
 from typing import NamedTuple
@@ -34,6 +35,7 @@ class PromptStreams:
         """Admit all prompts, or none."""
         async with AsyncExitStack() as stack:
             for source in self._sources:
+                await asyncio.sleep(0)  # many prompts may be tokenized here: let others run
                 self.streams.append(await stack.enter_async_context(source))
             self._stack = stack.pop_all()
         return self
@@ -52,9 +54,15 @@ class PromptStreams:
         for stream in self.streams:
             stream.cancel()
 
-    async def collect(self) -> list[list[Completion]]:
-        """Each prompt's choices. They run together; read one by one, since deltas merge."""
-        return [await stream.collect() for stream in self.streams]
+    async def collect(
+        self, take_logprobs: Callable[[int, TokenDelta], None]
+    ) -> list[list[Completion]]:
+        """Each prompt's choices, log-probabilities handed to `take_logprobs(prompt, delta)`. They
+        run together; read one by one, since deltas merge."""
+        return [
+            await stream.collect(functools.partial(take_logprobs, prompt))
+            for prompt, stream in enumerate(self.streams)
+        ]
 
     async def deltas(self) -> AsyncIterator[PromptDelta]:
         """The deltas of all prompts as they come; the first error of any."""

@@ -20,12 +20,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from msgspec import UNSET, Struct, UnsetType, structs
+from msgspec import UNSET, Raw, Struct, UnsetType, structs
 
 from ..engine.outputs import TokenDelta, Usage
 from ..engine.stream import TokenStream
 from ..errors import StreamkvError
 from ..protocol import FinishReason
+from .json_list import JsonList
 from .response_object import (
     IncompleteDetails,
     ItemStatus,
@@ -102,7 +103,7 @@ class OutputTextDelta(PartEvent, frozen=True, kw_only=True, tag="response.output
 
 class OutputTextDone(PartEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
     text: str
-    logprobs: Sequence[LogprobBody] = ()
+    logprobs: Raw = Raw(b"[]")  # LogprobBody's
 
 
 class ResponseBuilder:
@@ -118,7 +119,7 @@ class ResponseBuilder:
         self._num_events = 0
         self._item: OutputMessage | None = None
         self._texts: list[str] = []
-        self._logprobs: list[LogprobBody] = []
+        self._logprobs = JsonList()
 
     def begin(self) -> list[Event]:
         """The events that come before the first token."""
@@ -175,14 +176,14 @@ class ResponseBuilder:
     def _text_delta(self, item: OutputMessage, delta: TokenDelta) -> Event:
         logprobs = [LogprobBody.build(logprob) for logprob in delta.logprobs]
         self._texts.append(delta.text)
-        self._logprobs += logprobs
+        self._logprobs.extend(logprobs)
         return OutputTextDelta(*self._stamp(), item_id=item.id, delta=delta.text, logprobs=logprobs)
 
     def _close_item(self, status: ItemStatus) -> list[Event]:
         if self._item is None:
             return []
         item_id = self._item.id
-        part = OutputText(text="".join(self._texts), logprobs=tuple(self._logprobs))
+        part = OutputText(text="".join(self._texts), logprobs=self._logprobs.raw())
         item = structs.replace(self._item, status=status, content=(part,))
         self.response = structs.replace(self.response, output=(item,))
         return [

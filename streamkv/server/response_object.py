@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from ..engine.outputs import TokenLogprob, Usage
 from .wire import json_logprob
@@ -42,7 +42,7 @@ class LogprobBody(Struct, frozen=True):
 
 class OutputText(Struct, frozen=True, kw_only=True, tag="output_text"):
     annotations: tuple[()] = ()
-    logprobs: tuple[LogprobBody, ...] = ()
+    logprobs: Raw = Raw(b"[]")  # LogprobBody's
     text: str = ""
 
 

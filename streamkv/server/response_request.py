@@ -12,18 +12,18 @@ calls and reasoning, of which there are none (`parallel_tool_calls`, `max_tool_c
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from msgspec import Meta, Struct
 
+from ..engine.admission import check_num_messages
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
 from .response_object import CacheRetention, Response, new_id
-from .wire import SAMPLING_NOT_HONOURED, GenerationFields, NotHonoured
+from .wire import SAMPLING_NOT_HONOURED, GenerationFields, NotHonoured, renaming_fields
 
 MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
@@ -141,8 +141,12 @@ class ResponseRequest(GenerationFields, kw_only=True):
             _require_default("reasoning.context", self.reasoning.context, "auto")
             _require_default("reasoning.mode", self.reasoning.mode, "standard")
 
-    def conversation(self, previous: Sequence[TemplateMessage] = ()) -> list[TemplateMessage]:
+    def conversation(
+        self, previous: Sequence[TemplateMessage], max_messages: int
+    ) -> list[TemplateMessage]:
         """The previous response's conversation and this input, without the instructions."""
+        if not isinstance(self.input, str | None):
+            check_num_messages(len(self.input), max_messages, "input")
         messages = [*previous, *_input_messages(self.input)]
         if not messages:
             raise InvalidRequestError("input: expected text or at least one item", param="input")
@@ -183,21 +187,11 @@ class ResponseRequest(GenerationFields, kw_only=True):
         )
 
 
-# How this endpoint calls what the engine's errors name.
-_FIELD_NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
-
-
-@contextmanager
-def own_field_names() -> Iterator[None]:
+def own_field_names() -> AbstractContextManager[None]:
     """Let the engine's errors about a request name the fields that the client sent."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.param in _FIELD_NAMES:
-            name = _FIELD_NAMES[error.param]
-            error.message = re.sub(rf"^{error.param}\b", name, error.message)
-            error.param = name
-        raise
+    return renaming_fields(
+        {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+    )
 
 
 def _require_default(param: str, value: str | None, default: str | None) -> None:

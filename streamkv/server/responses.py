@@ -48,7 +48,7 @@ async def open_response(
     engine = ready_engine(connection)
     body.check()
     sampling = body.sampling_params()
-    conversation = body.conversation(previous)
+    conversation = body.conversation(previous, engine.info.max_model_len)
     with own_field_names():
         prompt = await engine.encode_chat(body.prompt(conversation))
     response = body.to_response(body.model or engine.model_ids[0], sampling)
@@ -91,7 +91,8 @@ async def create_response(request: Request) -> ASGIApp:
 
 async def _frames(stream: TokenStream, builder: ResponseBuilder) -> AsyncIterator[bytes]:
     async for events in response_events(stream, builder):
-        yield b"".join(event_frame(event.event_type, event) for event in events)
+        for event in events:
+            yield event_frame(event.event_type, event)
 
 
 async def _collect(stream: TokenStream, builder: ResponseBuilder) -> Response:

@@ -22,8 +22,9 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.exceptions import HeaderLineTooLong, RequestLineTooLong, TooManyHeaders
+from websockets.exceptions import SecurityError
 
 from ..config import ServerConfig
 from ..engine.async_engine import AsyncEngine
@@ -38,11 +39,6 @@ CUT_S = 0.2  # for tasks to notice that their connection is gone
 CLOSING_HANDSHAKE_S = 0.2  # for the other side's half, while shutting down
 _POLL_S = 0.02
 
-_HANDSHAKE_STATUS: dict[type[Exception], HTTPStatus] = {
-    RequestLineTooLong: HTTPStatus.REQUEST_URI_TOO_LONG,
-    HeaderLineTooLong: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-    TooManyHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-}
 _CLIENT_FAULTS = (  # what uvicorn logs as a warning, an error or with a traceback
     "Invalid HTTP request received.",
     "Invalid UTF-8 sequence received from client.",
@@ -51,7 +47,8 @@ _CLIENT_FAULTS = (  # what uvicorn logs as a warning, an error or with a traceba
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, but a handshake that fails is answered and closed, and a refusal is no error."""
+    """uvicorn's, but a handshake that fails is answered and closed, and neither a refusal nor a
+    close by the protocol itself is an error of the application."""
 
     def data_received(self, data: bytes) -> None:
         if not self.handshake_initiated:
@@ -62,8 +59,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _refuse_handshake(self, error: Exception) -> None:
         self.handshake_initiated = self.handshake_complete = self.close_sent = True
-        status = _HANDSHAKE_STATUS.get(type(error), HTTPStatus.BAD_REQUEST)
         reason = error.__cause__ or error
+        too_much = isinstance(reason, SecurityError)  # too long a line, too many headers
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if too_much else HTTPStatus.BAD_REQUEST
         body = encode(http_error_body(status, f"WebSocket handshake: {reason}"))
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n"
@@ -73,6 +71,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.close()
 
     async def send(self, message: Any) -> None:
+        await self.writable.wait()
+        if self.close_sent and self.handshake_complete:
+            raise ClientDisconnected  # it was closed for a wrong frame or a missing pong
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
             self.handshake_complete = True  # by a refusal

@@ -1,10 +1,15 @@
 """POST /tokenize and /detokenize: text to token ids and back, in vLLM's shapes.
 
 Owns these endpoints' wire types. Invariant: /tokenize gives the ids that a completion of the same
-prompt, or a chat completion of the same messages, would compute.
+prompt, or a chat completion of the same messages, would compute. What /tokenize takes is bounded by
+the body's size only (a conversation as by chat completions), what /detokenize takes by
+MAX_DETOKENIZE_TOKENS; long ones run in a thread, and their JSON is written in pieces.
 """
 
 from __future__ import annotations
+
+import asyncio
+import functools
 
 import msgspec
 from starlette.requests import Request
@@ -13,8 +18,12 @@ from starlette.routing import Route
 
 from ..engine.async_engine import AsyncEngine
 from ..errors import InvalidRequestError, UnknownModelError
+from .json_list import JsonList
 from .messages import Messages, TemplateKwargs, template_kwargs, template_messages
 from .wire import Name, NotHonoured, TokenId, json_response, read_body, ready_engine
+
+MAX_DETOKENIZE_TOKENS = 1 << 20
+LONG_TOKENS_LEN = 8192  # decoding more would hold up the loop
 
 NOT_HONOURED: NotHonoured = {
     "chat_template": (),
@@ -40,8 +49,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class TokenizeResponse(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
+    tokens: msgspec.Raw  # list[int]
+    token_strs: msgspec.Raw | None = None  # list[str]
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -67,14 +76,17 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, _tokenize_decoder, not_honoured=NOT_HONOURED)
     engine = ready_engine(request)
     _check_model(engine, body.model)
-    tokens = await _tokens(body, engine)
-    strings = [engine.tokenizer.token_text(token_id) for token_id in tokens]
+    token_ids = await _tokens(body, engine)
+    tokens, strings = JsonList(), JsonList()
+    await tokens.extend_long(token_ids, int)
+    if body.return_token_strs:
+        await strings.extend_long(token_ids, engine.tokenizer.token_text)
     return json_response(
         TokenizeResponse(
-            count=len(tokens),
+            count=len(token_ids),
             max_model_len=engine.info.max_model_len,
-            tokens=tokens,
-            token_strs=strings if body.return_token_strs else None,
+            tokens=tokens.raw(),
+            token_strs=strings.raw() if body.return_token_strs else None,
         )
     )
 
@@ -94,7 +106,7 @@ async def _tokens(body: TokenizeRequest, engine: AsyncEngine) -> list[int]:
             param="add_special_tokens",
         )
     return await engine.encode_chat(
-        template_messages(body.messages),
+        template_messages(body.messages, engine.info.max_model_len),
         add_generation_prompt=body.add_generation_prompt is not False,
         **template_kwargs(body.chat_template_kwargs, "chat_template_kwargs"),
     )
@@ -104,15 +116,24 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, _detokenize_decoder)
     engine = ready_engine(request)
     _check_model(engine, body.model)
-    vocab_size = engine.info.vocab_size
-    for i, token_id in enumerate(body.tokens):
-        if token_id >= vocab_size:
-            raise InvalidRequestError(
-                f"tokens[{i}]: expected a token id below {vocab_size}, got {token_id}",
-                param=f"tokens[{i}]",
-            )
-    text = engine.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return json_response(DetokenizeResponse(text))
+    tokens, vocab_size = body.tokens, engine.info.vocab_size
+    if len(tokens) > MAX_DETOKENIZE_TOKENS:
+        raise InvalidRequestError(
+            f"tokens: expected at most {MAX_DETOKENIZE_TOKENS} token ids, got {len(tokens)}; "
+            "send them in parts",
+            param="tokens",
+        )
+    if max(tokens, default=0) >= vocab_size:
+        i, token_id = next((i, item) for i, item in enumerate(tokens) if item >= vocab_size)
+        raise InvalidRequestError(
+            f"tokens[{i}]: expected a token id below {vocab_size}, got {token_id}",
+            param=f"tokens[{i}]",
+        )
+    decode = functools.partial(engine.tokenizer.decode, tokens, skip_special_tokens=False)
+    is_long = len(tokens) > LONG_TOKENS_LEN
+    return json_response(
+        DetokenizeResponse(await asyncio.to_thread(decode) if is_long else decode())
+    )
 
 
 routes = [

@@ -10,8 +10,13 @@ don't know is skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
@@ -19,6 +24,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ..config import ServerConfig
 from ..engine.async_engine import AsyncEngine, EngineStatus
@@ -41,6 +47,8 @@ T = TypeVar("T")
 
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON can't say
 NOT_READY_RETRY_AFTER_S = 2
+
+_BODY_PIECE_BYTES = 1 << 20
 
 encode = msgspec.json.Encoder().encode
 
@@ -122,13 +130,33 @@ def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     """`content` (a Struct) as a JSON answer."""
-    return Response(encode(content), status, headers, media_type="application/json")
+    return _PiecewiseResponse(encode(content), status, headers, media_type="application/json")
+
+
+class _PiecewiseResponse(Response):
+    """A large body goes out as the client takes it: written in one go, it would be copied twice
+    while the event loop stands still, and then wait in memory."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= _BODY_PIECE_BYTES:
+            return await super().__call__(scope, receive, send)
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        for begin in range(0, len(self.body), _BODY_PIECE_BYTES):
+            end = begin + _BODY_PIECE_BYTES
+            piece = bytes(self.body[begin:end])
+            more = end < len(self.body)
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 # --- reading ----------------------------------------------------------------------------------
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"Object missing required field `(.+)`")
+_FAULT = re.compile(r"\(byte (\d+)\)")
+_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_ESCAPE_LEN = 16  # a pair of escapes and what may close the document after one
+_MAX_OFF_BYTES = 256  # no value that means "off" is written longer
 _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 NotHonoured = Mapping[str, tuple[Any, ...]]
@@ -166,22 +194,44 @@ def decode_body(
         body = decoder.decode(data)
         for name, raw in _raw_decoder.decode(data).items() if not_honoured else ():
             if not_honoured is not None and name in not_honoured:
-                _check_off(name, msgspec.json.decode(raw), not_honoured[name])
+                _check_off(name, raw, not_honoured[name])
     except msgspec.ValidationError as exc:
         raise _validation_error(str(exc)) from None
     except (msgspec.DecodeError, UnicodeError) as exc:
-        raise InvalidRequestError(f"body: expected JSON in UTF-8; {exc}") from None
+        raise _decode_error(data, str(exc)) from None
     except RecursionError:
         raise InvalidRequestError("body: nested too deeply; send a flatter document") from None
     return body
 
 
-def _check_off(name: str, value: Any, off_values: tuple[Any, ...]) -> None:
-    if value is None or any(value == off and type(value) is type(off) for off in off_values):
-        return
-    raise InvalidRequestError(
-        f"{name}: not supported by this server; leave it out", param=name, code="unsupported"
-    )
+def _decode_error(data: bytes | str, reason: str) -> InvalidRequestError:
+    # Half a pair is called by many names, some misleading; it stands just before the fault.
+    found = _FAULT.search(reason)
+    data = data.encode(errors="replace") if isinstance(data, str) else data
+    end = int(found[1]) if found else len(data)
+    fault = data[max(end - _ESCAPE_LEN, 0) : end]
+    if "surrogate" in reason or (
+        ("escape" in reason or "truncated" in reason) and _SURROGATE.search(fault)
+    ):
+        reason = "a string has a lone surrogate, half of a character written as two \\u escapes"
+    return InvalidRequestError(f"body: expected JSON in UTF-8; {reason}")
+
+
+def _check_off(name: str, raw: msgspec.Raw, off_values: tuple[Any, ...]) -> None:
+    if not is_off(raw, off_values):
+        raise InvalidRequestError(
+            f"{name}: not supported by this server; leave it out", param=name, code="unsupported"
+        )
+
+
+def is_off(raw: msgspec.Raw, off_values: tuple[Any, ...], *, null: bool = True) -> bool:
+    """Whether the JSON is one of these values, or null. What is long is not even decoded."""
+    if len(raw) > _MAX_OFF_BYTES:
+        return False
+    value = msgspec.json.decode(raw)
+    if value is None:
+        return null
+    return any(value == off and type(value) is type(off) for off in off_values)
 
 
 def _validation_error(message: str) -> InvalidRequestError:
@@ -313,18 +363,30 @@ class Usage(msgspec.Struct, frozen=True):
         return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
+@contextmanager
+def renaming_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """An error that names one of the engine's parameters names the client's field instead, as
+    `names` says (`prompt` -> `messages`), in its message too."""
+    try:
+        yield
+    except InvalidRequestError as exc:
+        for name, field in names.items():
+            # A name like max_tokens is never prose; one like "prompt" only begins a message.
+            pattern = rf"\b{name}\b" if "_" in name else rf"^{name}(?=[:.\[])"
+            exc.message = re.sub(pattern, field, exc.message)
+        exc.args = (exc.message,)
+        exc.param = names.get(exc.param or "", exc.param)
+        raise
+
+
 @asynccontextmanager
 async def renaming_params(
     source: AbstractAsyncContextManager[TokenStream], names: Mapping[str, str]
 ) -> AsyncIterator[TokenStream]:
-    """Enter `source`; an error that names one of the engine's parameters names the client's field
-    instead, as `names` says (`prompt` -> `messages`)."""
+    """Enter `source`, with `renaming_fields` for what goes wrong until it is entered."""
     async with AsyncExitStack() as stack:
-        try:
+        with renaming_fields(names):
             stream = await stack.enter_async_context(source)
-        except InvalidRequestError as exc:
-            exc.param = names.get(exc.param or "", exc.param)
-            raise
         yield stream
 
 

@@ -355,3 +355,14 @@ def count_calls(num_blocks: int) -> int:
 
 def test_the_work_of_a_step_does_not_grow_with_the_pool():
     assert count_calls(200) == count_calls(20_000) > 0
+
+
+def test_choices_share_their_prompt_until_they_are_admitted():
+    harness = Harness(max_num_seqs=2)
+    sequences = harness.add([5, 6, 7], 4, n=4, temperature=1.0)
+    assert len({id(sequence.token_ids) for sequence in sequences}) == 1
+    harness.schedule()
+    first, second, third, fourth = (sequence.token_ids for sequence in sequences)
+    assert first is not second and first is not third and second is not third
+    assert third is fourth
+    assert third == [5, 6, 7]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 import pytest
 from engine.support import (
+    TOKENIZER,
     VOCAB_SIZE,
     check_nothing_is_held,
     greedy,
@@ -47,6 +51,9 @@ from streamkv.protocol import SamplingParams
         ([1] * 128, {}, ContextLengthError, "prompt", "at most 127 tokens.* 128, which|got 128"),
         ([1] * 100, {"max_tokens": 29}, ContextLengthError, "max_tokens", "leave 28 .* got 29"),
         ([1] * 100, {"min_tokens": 29}, ContextLengthError, "min_tokens", "leave 28 .* got 29"),
+        (["x"] * 128, {}, ContextLengthError, "prompt", "at most 127 tokens.* got 128"),
+        ([1, 2**40], {}, InvalidRequestError, "prompt", f"got {2**40}"),
+        ("a" * 9000, {}, ContextLengthError, "prompt", "9000 characters, .* at least 692 tokens"),
         ([1] * 60, {"max_tokens": 60}, CapacityError, "max_tokens", "needs 30 blocks"),
     ],
 )
@@ -67,6 +74,122 @@ def test_a_request_that_can_not_be_served_is_refused_on_entering(
             assert len(completion.token_ids) == 2
             await until_idle(engine)
             check_nothing_is_held(engine, runner)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"request_id": "a\ud800"}, "lone surrogate at character 1"),
+        ({"cache_salt": "\udfff"}, "lone surrogate at character 0"),
+        ({"request_id": 7}, "got int"),
+        ({"cache_salt": b"salt"}, "got bytes"),
+        ({"priority": "high"}, "got 'high'"),
+        ({"priority": 1.5}, "got 1.5"),
+        ({"priority": None}, "got None"),
+    ],
+)
+def test_what_names_or_orders_a_request_is_checked_before_it_is_taken(options, match):
+    runner = make_runner()
+    (name,) = options
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            with pytest.raises(InvalidRequestError, match=f"{name}: .*{match}") as caught:
+                await engine.generate([1], **options).collect()
+            assert caught.value.param == name
+            (completion,) = await engine.generate([1], greedy(max_tokens=2)).collect()
+            assert len(completion.token_ids) == 2
+
+    run(main)
+
+
+class Unseen(Sequence):
+    """Items that nobody may look at."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, index):
+        raise AssertionError("looked at")
+
+
+def test_too_many_token_ids_and_messages_are_refused_by_their_number():
+    class UntouchedTokenizer:
+        def __getattr__(self, name):
+            return getattr(TOKENIZER, name)
+
+        def encode(self, *args, **kwargs):
+            raise AssertionError("tokenized")
+
+        def apply_chat_template(self, *args, **kwargs):
+            raise AssertionError("rendered")
+
+    async def main() -> None:
+        async with make_engine(make_runner(), tokenizer=UntouchedTokenizer()) as engine:
+            with pytest.raises(ContextLengthError, match="at most 127 tokens, .* got 5000000"):
+                await engine.generate(Unseen(5_000_000)).collect()
+            with pytest.raises(ContextLengthError, match="at least 15384 tokens"):
+                await engine.generate("the quick brown fox " * 10_000).collect()
+            with pytest.raises(ContextLengthError, match="at most 128 messages, .* got 129"):
+                await engine.encode_chat(Unseen(129))
+
+    run(main)
+
+
+def test_a_conversation_too_long_at_first_sight_is_refused_before_it_is_tokenized():
+    class RenderingTokenizer:
+        def __getattr__(self, name):
+            return getattr(TOKENIZER, name)
+
+        def encode(self, *args, **kwargs):
+            raise AssertionError("tokenized")
+
+    async def main() -> None:
+        async with make_engine(make_runner(), tokenizer=RenderingTokenizer()) as engine:
+            message = {"role": "user", "content": "the fox " * 5000}
+            with pytest.raises(ContextLengthError, match="messages: .* at least") as caught:
+                await engine.encode_chat([message])
+            assert caught.value.param == "messages"
+
+    run(main)
+
+
+def test_any_text_may_be_encoded_also_one_that_fits_nowhere():
+    text = "the fox " * 200_000  # more than HUGE_TEXT_CHARS
+
+    async def main() -> None:
+        async with make_engine(make_runner()) as engine:
+            both = await asyncio.gather(engine.encode(text), engine.encode(text))
+            assert both == [TOKENIZER.encode(text)] * 2
+
+    run(main)
+
+
+@pytest.mark.parametrize(("num_messages", "on_the_loop"), [(2, True), (300, False)])
+def test_only_a_long_conversation_is_rendered_off_the_loop(num_messages, on_the_loop):
+    threads = []
+
+    class NotingTokenizer:
+        def __getattr__(self, name):
+            return getattr(TOKENIZER, name)
+
+        def apply_chat_template(self, *args, **kwargs):
+            threads.append(threading.get_ident())
+            return TOKENIZER.apply_chat_template(*args, **kwargs)
+
+    async def main() -> None:
+        runner = make_runner(max_model_len=10_000)
+        async with make_engine(runner, tokenizer=NotingTokenizer()) as engine:
+            messages = [{"role": "user", "content": "hi"}] * num_messages
+            token_ids = await engine.encode_chat(messages)
+            text = TOKENIZER.apply_chat_template(messages)
+            assert token_ids == TOKENIZER.encode(text, add_special_tokens=False)
+        assert [ident == threading.get_ident() for ident in threads] == [on_the_loop]
 
     run(main)
 
@@ -142,6 +265,27 @@ def test_an_idle_engine_takes_more_choices_than_its_queue_is_long():
     async def main() -> None:
         async with make_engine(make_runner(), max_num_queued_reqs=1) as engine:
             assert len(await engine.generate([1], greedy(n=8, max_tokens=2)).collect()) == 8
+
+    run(main)
+
+
+def test_requests_that_belong_together_ask_the_queue_once():
+    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+
+    async def main() -> None:
+        async with make_engine(runner, max_num_seqs=1, max_num_queued_reqs=4) as engine:
+            first = engine.generate([1], greedy(max_tokens=2), queue_places=9)
+            others = [
+                engine.generate([i], greedy(max_tokens=2), queue_places=0) for i in range(2, 10)
+            ]
+            async with AsyncExitStack() as stack:
+                for stream in (first, *others):
+                    await stack.enter_async_context(stream)
+                with pytest.raises(OverloadedError):
+                    await engine.generate([1]).collect()
+                gate.release(100)
+                for stream in (first, *others):
+                    assert len(await stream.collect()) == 1
 
     run(main)
 

@@ -78,7 +78,7 @@ def test_a_stream_cancelled_while_its_prompt_is_tokenized_ends_once_that_is_done
 
 def test_a_prompt_that_is_tokenized_while_the_engine_closes_is_refused():
     async def main() -> None:
-        async with make_engine(make_runner()) as engine:
+        async with make_engine(make_runner(max_model_len=200_000)) as engine:
             stream = engine.generate(LONG_TEXT)
             collecting = asyncio.create_task(stream.collect())
             await until(lambda: stream.arrival_s is not None)

@@ -7,6 +7,8 @@ import threading
 
 import pytest
 from engine.support import (
+    NOT_ASCII_IDS,
+    TOKENIZER,
     greedy,
     make_engine,
     make_runner,
@@ -73,6 +75,60 @@ def test_a_reader_that_never_reads_does_not_slow_the_others():
                 assert list(completion.token_ids) == oracle(runner, [9], 100)
                 await until_idle(engine)
                 assert len((await anext(slow)).token_ids) == 100
+
+    run(main)
+
+
+def test_a_reader_far_behind_gets_log_probabilities_in_parts_and_lets_others_run():
+    runner = make_runner(max_model_len=400, avoid=NOT_ASCII_IDS)
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            sampling = SamplingParams(n=2, seed=1, max_tokens=200, logprobs=3)
+            num_turns = 0
+
+            async def count_turns() -> None:
+                nonlocal num_turns
+                while True:
+                    await asyncio.sleep(0)
+                    num_turns += 1
+
+            async with engine.generate(PROMPT, sampling) as stream:
+                await until(lambda: stream.finish_s is not None)
+                counter = asyncio.create_task(count_turns())
+                deltas = await read(stream)
+                counter.cancel()
+            assert num_turns >= 5  # between 400 log-probabilities
+            assert [len(delta.token_ids) for delta in deltas] == [64] * 6 + [8, 8]
+            for choice in range(2):
+                mine = [delta for delta in deltas if delta.choice == choice]
+                token_ids = [token_id for delta in mine for token_id in delta.token_ids]
+                expected = oracle(runner, PROMPT, 200, temperature=1.0, seed=1, choice=choice)
+                assert token_ids == expected
+                described = [item.token_id for delta in mine for item in delta.logprobs]
+                assert described == expected
+                assert [delta.finish_reason for delta in mine[:-1]] == [None] * 3
+                assert mine[-1].finish_reason is FinishReason.LENGTH
+                for delta in mine:  # a delta's text belongs to its tokens
+                    assert TOKENIZER.decode(delta.token_ids) == delta.text
+
+    run(main)
+
+
+def test_log_probabilities_may_be_taken_as_they_come_instead_of_collected():
+    runner = make_runner()
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            taken = []
+            sampling = greedy(max_tokens=30, logprobs=2)
+            (with_them,) = await engine.generate(PROMPT, sampling).collect()
+            (without,) = await engine.generate(PROMPT, sampling).collect(
+                lambda delta: taken.extend(delta.logprobs)
+            )
+            assert (without.token_ids, without.text) == (with_them.token_ids, with_them.text)
+            assert without.logprobs == ()
+            assert tuple(taken) == with_them.logprobs
 
     run(main)
 

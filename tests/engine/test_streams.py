@@ -25,8 +25,10 @@ from engine.support import (
     until_idle,
 )
 from fakes import fake_logprobs
+from tiny import sentencepiece_backend
 
 from streamkv.protocol import FinishReason, SamplingParams, unpack_ints
+from streamkv.text.tokenizer import Tokenizer
 
 PROMPT = [10, 20, 30, 40]
 
@@ -247,6 +249,58 @@ def test_logprobs_come_with_their_tokens_texts_and_bytes():
                 assert logprob.top[0].logprob == fake.logprob > logprob.top[1].logprob
                 assert logprob.bytes == TOKENIZER.token_bytes(token_id)
                 assert logprob.token == TOKENIZER.token_text(token_id)
+
+    run(main)
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("skip_special_tokens", [False, True])
+def test_the_bytes_beside_log_probabilities_are_those_of_the_text(skip_special_tokens, shown):
+    # Special tokens, of which 2 is the end, and whole characters.
+    hidden = [i for i in NOT_ASCII_IDS if i not in SPECIAL_IDS]
+    runner = make_runner(avoid=[*hidden, *range(100, 300)])
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            silent, reasons = 0, set()
+            for first in range(60):
+                sampling = greedy(
+                    max_tokens=40,
+                    logprobs=1,
+                    stop_token_ids=[1] if shown else [],
+                    include_stop_str_in_output=shown,
+                    skip_special_tokens=skip_special_tokens,
+                )
+                (completion,) = await engine.generate([first], sampling).collect()
+                assert [item.token_id for item in completion.logprobs] == list(completion.token_ids)
+                data = b"".join(item.bytes for item in completion.logprobs)
+                assert data.decode() == completion.text
+                for item in completion.logprobs:
+                    assert item.token == TOKENIZER.token_text(item.token_id)
+                    assert item.top[0].bytes == item.bytes
+                silent += sum(not item.bytes for item in completion.logprobs)
+                reasons.add(completion.finish_reason)
+            assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+            assert silent > 0
+
+    run(main)
+
+
+def test_the_bytes_of_a_first_token_leave_out_the_space_that_stands_for_none(tmp_path):
+    backend = sentencepiece_backend("llama")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    spaced = tokenizer.encode("he")
+    runner = make_runner(
+        vocab_size=tokenizer.vocab_size,
+        avoid=[i for i in range(tokenizer.vocab_size) if i not in spaced],
+    )
+
+    async def main() -> None:
+        async with make_engine(runner, tokenizer=tokenizer) as engine:
+            (completion,) = await engine.generate([5], greedy(max_tokens=3, logprobs=0)).collect()
+            assert completion.text == "he he he"
+            assert [item.bytes for item in completion.logprobs] == [b"he", b" he", b" he"]
 
     run(main)
 

@@ -40,6 +40,8 @@ def said(**message: Any) -> dict[str, Any]:
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+
 # path, body, status, param
 CASES = [
     (CHAT, {}, 400, "messages"),
@@ -115,6 +117,19 @@ CASES = [
     (CHAT, chat(structured_outputs={"regex": "a"}), 400, "structured_outputs"),
     (CHAT, chat(chat_template_kwargs={"messages": "x"}), 400, "chat_template_kwargs"),
     (CHAT, chat(messages=[USER | {"content": "x" * 4000}]), 400, "messages"),
+    (CHAT, chat(messages=[USER] * 10_000), 400, "messages"),
+    (CHAT, said(role="assistant", tool_calls=[CALL] * 10_000), 400, "messages"),
+    (CHAT, chat(stop_token_ids=[1] * 1025), 400, "stop_token_ids"),
+    (CHAT, chat(logit_bias={str(i): 1 for i in range(1025)}), 400, "logit_bias"),
+    (CHAT, chat(functions=[[1]] * 100_000), 400, "functions"),
+    (CHAT, chat(tools=[[1]] * 100_000), 400, "tools"),
+    (TEXT, text(prompt=[1] * 100_000), 400, "prompt"),
+    (TEXT, text(prompt=[*([1] * 100_000), "a"]), 400, "prompt"),
+    (TEXT, text(prompt=[[1] * 100_000]), 400, "prompt"),
+    (TEXT, text(prompt=["a"] * 1025), 400, "prompt"),
+    (TEXT, text(prompt="x" * 100_000), 400, "prompt"),
+    (TEXT, text(prompt="x" * 100_000, add_special_tokens=False), 400, "prompt"),
+    (TEXT, text(prompt=["a"] * 1024, n=5), 400, "n"),
     (TEXT, {}, 400, "prompt"),
     (TEXT, text(prompt=None), 400, "prompt"),
     (TEXT, text(prompt=""), 400, "prompt"),
@@ -195,6 +210,63 @@ def test_a_body_that_is_no_request_is_a_400(server: Server, body: bytes) -> None
             answer = client.post(path, content=body)
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+LONE_SURROGATES = [
+    b'"\\ud800"',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a\\uDBFF", "n": 1}',
+    b'{"prompt": "\\udc00 x"}',
+    b'{"prompt": "\\ud800\\u0041"}',
+    b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+]
+
+
+@pytest.mark.parametrize("body", LONE_SURROGATES, ids=range(len(LONE_SURROGATES)))
+def test_half_a_surrogate_pair_is_called_so(server: Server, body: bytes) -> None:
+    with server.client() as client:
+        for path in (TEXT, CHAT):
+            error = check_error(client.post(path, content=body), 400, None)
+            assert "a string has a lone surrogate" in error["message"]
+
+
+def test_a_body_that_is_cut_off_is_called_so(server: Server) -> None:
+    with server.client() as client:
+        for body in (b'{"prompt": "a', b'{"prompt": "\\u00'):
+            error = check_error(client.post(TEXT, content=body), 400, None)
+            assert "truncated" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "begins", "never"),
+    [
+        (chat(messages=[USER | {"content": "x" * 600}]), "messages", "messages: ", "prompt:"),
+        (chat(messages=[USER | {"content": "x" * 9000}]), "messages", "messages: ", "prompt:"),
+        (chat(messages=[USER] * 600), "messages", "messages: ", "prompt:"),
+        (
+            chat(max_completion_tokens=10**6),
+            "max_completion_tokens",
+            "max_completion_tokens: ",
+            " max_tokens",
+        ),
+        (chat(max_tokens=10**6), "max_tokens", "max_tokens: ", "max_completion_tokens"),
+    ],
+)
+def test_a_message_calls_the_fields_by_the_clients_names(
+    server: Server, body: dict[str, Any], param: str, begins: str, never: str
+) -> None:
+    with server.client() as client:
+        error = check_error(client.post(CHAT, json=body), 400, param)
+    assert error["message"].startswith(begins)
+    assert never not in error["message"]
+
+
+def test_a_request_too_large_for_the_memory_names_the_clients_limit() -> None:
+    with serve(fake_runner(num_blocks=4)) as small, small.client() as client:
+        body = chat(max_completion_tokens=200)
+        error = check_error(client.post(CHAT, json=body), 400, "max_completion_tokens")
+        assert "lower max_completion_tokens" in error["message"]
+        assert " max_tokens" not in error["message"]
 
 
 def test_stream_options_need_a_stream(server: Server) -> None:

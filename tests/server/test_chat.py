@@ -145,13 +145,16 @@ def test_logprobs_have_openais_shape(server: Server, streaming: bool) -> None:
     assert len(entries) == 6
     for token_id, entry in zip(expected, entries, strict=True):
         oracle = fake_logprobs(token_id, 2, VOCAB_SIZE)
-        assert entry.bytes == list(server.tokenizer.token_bytes(token_id))
+        hidden = token_id in server.tokenizer.special_token_ids
+        assert entry.bytes == ([] if hidden else list(server.tokenizer.token_bytes(token_id)))
         assert entry.token == server.tokenizer.token_text(token_id)
         assert entry.logprob == pytest.approx(oracle.logprob)
         first, second = entry.top_logprobs
         assert (first.token, first.logprob) == (entry.token, pytest.approx(oracle.logprob))
         next_id = (token_id + 1) % VOCAB_SIZE
-        assert second.bytes == list(server.tokenizer.token_bytes(next_id))
+        assert second.token == server.tokenizer.token_text(next_id)
+        hidden = next_id in server.tokenizer.special_token_ids
+        assert second.bytes == ([] if hidden else list(server.tokenizer.token_bytes(next_id)))
 
 
 def test_logprobs_without_top_logprobs_give_only_the_sampled_token(server: Server) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from fakes import fake_logprobs
-from server.harness import MODEL, VOCAB_SIZE, Server
+from server.harness import MODEL, VOCAB_SIZE, Server, fake_runner, serve
 
 PROMPT = "the quick brown fox"
 
@@ -153,6 +155,34 @@ def test_add_special_tokens_false_reaches_the_tokenizer(server: Server) -> None:
     )
     ids = server.tokenizer.encode(PROMPT, add_special_tokens=False)
     assert completion.choices[0].prompt_token_ids == ids
+
+
+def test_an_idle_server_takes_more_prompts_than_its_queue_is_long() -> None:
+    with serve(engine={"max_num_queued_reqs": 4, "max_num_seqs": 1}) as small:
+        texts = [f"prompt {i}" for i in range(6)]
+        completion = small.openai().completions.create(
+            model=MODEL, prompt=texts, n=3, max_tokens=2, temperature=0
+        )
+        expected = [small.answer(small.tokenizer.encode(text), 2) for text in texts]
+        got = [choice.text for choice in completion.choices]
+        assert got == [small.text(ids) for ids in expected for _ in range(3)]
+        small.wait_idle()
+
+
+def test_prompts_that_a_busy_queue_has_no_room_for_are_refused_together() -> None:
+    gate = threading.Semaphore(1)
+    limits = {"max_num_queued_reqs": 4, "max_num_seqs": 1}
+    body = {"prompt": "hi", "max_tokens": 5, "n": 2, "stream": True, "ignore_eos": True}
+    with serve(fake_runner(gate=gate), engine=limits) as small, small.client() as client:
+        with client.stream("POST", "/v1/completions", json=body) as running:
+            lines = running.iter_lines()
+            next(lines)
+            refused = client.post("/v1/completions", json={"prompt": ["a"] * 4, "max_tokens": 1})
+            assert refused.status_code == 429
+            assert small.engine.stats().num_requests_waiting == 1
+            gate.release(1000)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        small.wait_idle()
 
 
 def test_best_of_may_equal_n(server: Server) -> None:

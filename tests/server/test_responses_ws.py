@@ -648,12 +648,16 @@ def test_text_that_is_not_utf8_closes_the_connection_and_logs_nothing(
     caplog: pytest.LogCaptureFixture, server: Server
 ) -> None:
     async def talk(socket: Socket) -> None:
+        await socket.create("hi", max_output_tokens=100, ignore_eos=True)
+        await socket.create([])
         await socket.connection.send(b"\xff\xfe", text=True)
         with pytest.raises(ConnectionClosed) as closed:
-            await socket.receive()
+            while True:
+                await socket.receive()
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1007
 
     converse(server, talk)
+    server.wait_idle()
     assert caplog.records == []
 
 

@@ -13,7 +13,9 @@ from starlette.testclient import TestClient
 
 from streamkv import __version__
 from streamkv.errors import ModelLoadError
+from streamkv.server.json_list import PIECE_LEN
 from streamkv.server.page import HEADERS, find_folder, page_routes
+from streamkv.server.tokenize import MAX_DETOKENIZE_TOKENS
 
 TEXT = "/v1/completions"
 CSP = "content-security-policy"
@@ -129,6 +131,26 @@ def test_tokenize_and_detokenize_are_inverses(server: Server) -> None:
         assert back.json() == {"prompt": prompt}
 
 
+def test_tokenize_takes_texts_of_any_length_in_any_number_of_pieces(server: Server) -> None:
+    prompt = "the fox and 日本 <|im_end|> " * 3000
+    with server.client() as client:
+        body = {"prompt": prompt, "return_token_strs": True}
+        answer = client.post("/tokenize", json=body).json()
+        expected = server.tokenizer.encode(prompt)
+        assert answer["tokens"] == expected and len(expected) > 3 * PIECE_LEN
+        assert answer["count"] == len(expected)
+        assert answer["token_strs"] == [server.tokenizer.token_text(i) for i in expected]
+        back = client.post("/detokenize", json={"tokens": expected})
+        assert back.json() == {"prompt": prompt}
+        nothing = client.post("/tokenize", json={"prompt": "", "return_token_strs": True})
+        assert nothing.json() == {
+            "count": 0,
+            "max_model_len": MAX_MODEL_LEN,
+            "tokens": [],
+            "token_strs": [],
+        }
+
+
 def test_tokenize_knows_messages(server: Server) -> None:
     message = {"role": "user", "content": "hi"}
     with server.client() as client:
@@ -156,6 +178,8 @@ def test_tokenize_knows_messages(server: Server) -> None:
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, VOCAB_SIZE]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1] * (MAX_DETOKENIZE_TOKENS + 1)}, 400, "tokens"),
+        ("/detokenize", {"tokens": [*([1] * 9000), VOCAB_SIZE]}, 400, "tokens[9000]"),
         ("/detokenize", {"tokens": [1], "model": "x"}, 404, "model"),
     ],
 )

@@ -31,7 +31,7 @@ TESTS = Path(__file__).parents[1]
 
 # A server as the command line runs it; its runner takes as many steps as stdin says.
 SCRIPT = """
-import asyncio, logging, socket, sys, threading
+import logging, socket, sys, threading, uvloop
 from server.harness import MODEL, fake_runner
 from streamkv.cli import run_server
 from streamkv.config import ServerConfig
@@ -55,7 +55,7 @@ async def main():
     return await run_server(server, engine, listener)
 
 threading.Thread(target=read, daemon=True).start()
-sys.exit(asyncio.run(main()))
+sys.exit(uvloop.run(main()))
 """
 
 
@@ -247,8 +247,8 @@ def test_a_second_signal_waits_for_nobody() -> None:
 
 def test_ctrl_c_ends_the_command_with_130_even_while_the_model_loads(tmp_path: Path) -> None:
     model = save_tiny_checkpoint(tmp_path / "tiny")
-    command = [sys.executable, "-m", "streamkv", "serve", "--port", "0", str(model)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "streamkv", "serve", "--ops", "reference", "--port", "0"]
+    with subprocess.Popen([*command, str(model)], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = process.stderr.readline().split()[-1]
         with httpx.Client(base_url=url, timeout=DEADLINE_S, verify=False) as client:

@@ -75,6 +75,17 @@ def test_the_default_model_tokenizes_as_smollm2(
         assert default_tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
 
+def test_a_long_text_tokenizes_as_smollm2(
+    default_tokenizer: Tokenizer, smollm2: tokenizers.Tokenizer
+) -> None:
+    text = "\n".join(TEXTS) * 20
+    ids = smollm2.encode(text).ids
+    assert default_tokenizer.encode(text) == ids
+    assert default_tokenizer.decode(ids, skip_special_tokens=False) == smollm2.decode(
+        ids, skip_special_tokens=False
+    )
+
+
 def test_a_digit_after_spaces_stands_alone_in_the_default_model(
     default_tokenizer: Tokenizer,
 ) -> None:
