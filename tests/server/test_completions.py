@@ -173,6 +173,7 @@ def test_prompts_that_a_busy_queue_has_no_room_for_are_refused_together() -> Non
     gate = threading.Semaphore(1)
     limits = {"max_num_queued_reqs": 4, "max_num_seqs": 1}
     body = {"prompt": "hi", "max_tokens": 5, "n": 2, "stream": True, "ignore_eos": True}
+    body |= {"return_token_ids": True}  # so that the first token is sent, whatever its text
     with serve(fake_runner(gate=gate), engine=limits) as small, small.client() as client:
         with client.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()
