@@ -124,7 +124,7 @@ def _listen(config: ServerConfig) -> socket.socket:
         return socket.create_server((config.bind_host, config.port), family=family, backlog=2048)
     except OSError as error:
         raise StreamkvError(
-            f"can't listen on {config.bind_host}:{config.port}: {error.strerror or error}; "
+            f"can't listen on {config.bind_host}:{config.port}: {os.strerror(error.errno) if error.errno else error}; "
             "choose another --port or --host"
         ) from None
 
