@@ -123,8 +123,10 @@ def _listen(config: ServerConfig) -> socket.socket:
     try:
         return socket.create_server((config.bind_host, config.port), family=family, backlog=2048)
     except OSError as error:
+        # socket.create_server appends the address, which the message has already
+        reason = str(error.strerror or error).partition(" (while")[0]
         raise StreamkvError(
-            f"can't listen on {config.bind_host}:{config.port}: {os.strerror(error.errno) if error.errno else error}; "
+            f"can't listen on {config.bind_host}:{config.port}: {reason}; "
             "choose another --port or --host"
         ) from None
 
