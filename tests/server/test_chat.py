@@ -242,7 +242,10 @@ def test_optional_fields_may_be_null_and_unknown_ones_are_skipped(server: Server
         }
         answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["completion_tokens"] == 3
+    num_tokens = answer.json()["usage"]["completion_tokens"]
+    # It samples with a seed of its own: an end token may come before the limit.
+    finish_reason = answer.json()["choices"][0]["finish_reason"]
+    assert (num_tokens == 3) if finish_reason == "length" else (1 <= num_tokens <= 3)
 
 
 def test_off_values_of_fields_that_are_not_honoured_are_accepted(server: Server) -> None:
