@@ -57,6 +57,7 @@ def test_include_usage_adds_one_chunk_without_choices(server: Server) -> None:
             "model": MODEL,
             "messages": [HELLO],
             "max_tokens": 5,
+            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "include_obfuscation": False},
         }
