@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 NATIVE := $(shell find cuda_ext -type f) pyproject.toml
 
-.PHONY: serve test lint unit gpu-check wheel clean
+.PHONY: serve test lint unit gpu-check selftest arm-check wheel clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/streamkv serve $(ARGS)
@@ -27,6 +27,21 @@ unit: $(VENV)/.dev
 # On a machine with CUDA: the model tests on the GPU.
 gpu-check: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu -v $(ARGS)
+
+# Every kernel of every instruction set of this CPU, without Python. Needs CMake.
+SELFTEST := -S cuda_ext -DSTREAMKV_MODULE=OFF -DSTREAMKV_SELFTEST=ON
+
+selftest:
+	@cmake -B build/selftest $(SELFTEST) >/dev/null
+	@MAKEFLAGS= cmake --build build/selftest --parallel $$(nproc)
+	@build/selftest/streamkv_selftest $(ARGS)
+
+# The same for 64-bit Arm, by emulation. Debian: g++-aarch64-linux-gnu qemu-user-static cmake.
+arm-check:
+	@cmake -B build/arm $(SELFTEST) -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ >/dev/null
+	@MAKEFLAGS= cmake --build build/arm --parallel $$(nproc)
+	@qemu-aarch64-static -L /usr/aarch64-linux-gnu build/arm/streamkv_selftest $(ARGS)
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

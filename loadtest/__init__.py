@@ -1,1 +1,2 @@
-"""Black-box load tests over HTTP; they import nothing from streamkv, so any server will do."""
+"""Black-box load tests over HTTP and WebSocket; nothing of streamkv is imported, so any server
+that speaks OpenAI's API will do."""

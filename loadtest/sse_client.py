@@ -9,47 +9,34 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-
-@dataclass
-class Stream:
-    """What one streamed request gave, times in seconds on the monotonic clock."""
-
-    started_s: float
-    event_s: list[float] = field(default_factory=list)  # arrival of each event with text or tokens
-    completion_tokens: int = 0
-    error: str = ""
-
-    @property
-    def first_token_s(self) -> float:
-        """Time to first token."""
-        return self.event_s[0] - self.started_s
+from .stream import RequestFailed, Stream
 
 
-async def stream_completion(url: str, body: dict) -> Stream:
-    """POST `body` to `url`/v1/completions and read the SSE answer to its end."""
+async def stream_sse(url: str, path: str, body: dict, api_key: str, due_s: float) -> Stream:
+    """POST `body` to `url` + `path` and read the SSE answer to its end. RequestFailed."""
     target = urlsplit(url)
     payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {target.netloc}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(payload.encode())}\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {target.netloc}\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {api_key}\r\nContent-Length: {len(payload.encode())}\r\n"
         "Connection: close\r\n\r\n"
     )
-    result = Stream(started_s=time.monotonic())
+    result = Stream(due_s)
     reader, writer = await asyncio.open_connection(target.hostname, target.port or 80)
     try:
         writer.write((head + payload).encode())
         status, chunked = await _read_head(reader)
         if status != 200:
-            result.error = f"HTTP {status}: {(await reader.read()).decode(errors='replace')[:200]}"
-            return result
+            text = (await reader.read()).decode(errors="replace")
+            raise RequestFailed(f"HTTP {status}: {text[:200]}")
         async for data in _events(_body(reader, chunked)):
             _take(result, data)
     finally:
         writer.close()
         await writer.wait_closed()
+    result.end_s = time.monotonic()
     return result
 
 
@@ -58,11 +45,19 @@ def _take(result: Stream, data: bytes) -> None:
         return
     event = json.loads(data)
     if "error" in event:
-        result.error = str(event["error"])
-    if event.get("choices"):
+        raise RequestFailed(str(event["error"]))
+    if any(_has_output(choice) for choice in event.get("choices", ())):
         result.event_s.append(time.monotonic())
-    if event.get("usage"):
-        result.completion_tokens = event["usage"]["completion_tokens"]
+    if usage := event.get("usage"):
+        result.prompt_tokens = usage["prompt_tokens"]
+        result.completion_tokens = usage["completion_tokens"]
+        details = usage.get("prompt_tokens_details") or {}
+        result.cached_tokens = details.get("cached_tokens") or 0
+
+
+def _has_output(choice: dict) -> bool:
+    """A chat's first chunk has a role and no text yet; a completion's chunks all come of tokens."""
+    return "text" in choice or bool(choice.get("delta", {}).get("content"))
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:

@@ -14,10 +14,19 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from . import __version__
+from .bench.options import (
+    InfoConfig,
+    KernelsConfig,
+    LatencyConfig,
+    LoadConfig,
+    StartupConfig,
+)
 from .config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from .errors import ConfigError, EngineDeadError, StreamkvError
 from .flags import add_flags, build_config
@@ -29,6 +38,12 @@ if TYPE_CHECKING:
 # The OpenMP threads of torch spin for milliseconds after a matrix product. Where others want
 # the same cores that halves the speed; a few microseconds cost little where nobody does.
 OPENMP_SPINS = "4000"
+BENCHMARKS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
+    "kernels": (KernelsConfig, "every kernel, beside what the machine can do"),
+    "throughput": (LoadConfig, "tokens per second of many streams, in this process"),
+    "latency": (LatencyConfig, "time to the first token and between tokens, in this process"),
+    "startup": (StartupConfig, "fresh processes: time to the first token, memory"),
+}
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 logger = logging.getLogger("streamkv")
@@ -37,6 +52,8 @@ EXAMPLES = f"""\
 examples:
   streamkv serve                        {DEFAULT_MODEL}, chat page at http://127.0.0.1:8000
   streamkv serve ./my-llama --port 9000 a folder in Hugging Face format, or a .gguf file
+  streamkv info ./my-llama --program    what it is, and what a step of it costs
+  streamkv bench throughput ./my-llama  how fast it streams here
 
 Every flag of serve can also be set as an environment variable: --max-num-seqs is
 STREAMKV_MAX_NUM_SEQS.
@@ -47,11 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = build_parser()
     parsed = vars(parser.parse_args(arguments))
-    if parsed.pop("command", None) is None:
+    command = parsed.pop("command", None)
+    if command is None:
         parser.print_help()
         return 2
     try:
-        return serve(parsed)
+        return COMMANDS[command](parsed)
     except ConfigError as error:
         return _fail(error, exit_code=2)
     except StreamkvError as error:
@@ -76,20 +94,41 @@ def build_parser() -> argparse.ArgumentParser:
         description="Start the server: the OpenAI API, its WebSocket and the chat page.",
         argument_default=argparse.SUPPRESS,
     )
-    serve_parser.add_argument(
-        "positional_model", nargs="?", metavar="MODEL", help="the same as --model"
-    )
+    _add_model(serve_parser)
     add_flags(serve_parser, EngineConfig)
     add_flags(serve_parser, ServerConfig)
+    info_parser = commands.add_parser(
+        "info",
+        help="what a model is, what it takes, what its steps cost",
+        description="Say what a model is, what it takes here and what its steps cost.",
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_model(info_parser)
+    add_flags(info_parser, EngineConfig)
+    add_flags(info_parser, InfoConfig)
+    _add_benchmarks(commands.add_parser("bench", help="measure this machine with this engine"))
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
+
+
+def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="benchmark", required=True)
+    for name, (options_type, text) in BENCHMARKS.items():
+        one = benchmarks.add_parser(
+            name, help=text, description=text, argument_default=argparse.SUPPRESS
+        )
+        if options_type is not KernelsConfig:
+            _add_model(one)
+            add_flags(one, EngineConfig)
+        add_flags(one, options_type)
 
 
 def serve(parsed: dict[str, object]) -> int:
     """Build engine and server from parsed flags and run them until a signal."""
-    positional = parsed.pop("positional_model", None)
-    if positional is not None and parsed.setdefault("model", positional) != positional:
-        raise ConfigError(f"expected one model, got {positional!r} and --model {parsed['model']!r}")
-    engine_config = build_config(EngineConfig, parsed, os.environ)
+    engine_config = _engine_config(parsed)
     server_config = build_config(ServerConfig, parsed, os.environ)
     _check_key_variable(server_config)
     logging.basicConfig(
@@ -101,6 +140,48 @@ def serve(parsed: dict[str, object]) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
     with _listen(server_config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(engine_config, server_config, listener))
+
+
+def _engine_config(parsed: dict[str, object]) -> EngineConfig:
+    positional = parsed.pop("positional_model", None)
+    if positional is not None and parsed.setdefault("model", positional) != positional:
+        raise ConfigError(f"expected one model, got {positional!r} and --model {parsed['model']!r}")
+    return build_config(EngineConfig, parsed, os.environ)
+
+
+def info(parsed: dict[str, object]) -> int:
+    """Say what a model is."""
+    from .info import print_info
+
+    return print_info(_engine_config(parsed), build_config(InfoConfig, parsed, {}))
+
+
+def bench(parsed: dict[str, object]) -> int:
+    """Run one benchmark. Its own options come from flags alone, a model's as in `serve`."""
+    benchmark = parsed.pop("benchmark")
+    if benchmark == "kernels":
+        from .bench.kernels import bench_kernels
+
+        return bench_kernels(build_config(KernelsConfig, parsed, {}))
+    engine_config = _engine_config(parsed)
+    if benchmark == "throughput":
+        from .bench.throughput import bench_throughput
+
+        return bench_throughput(engine_config, build_config(LoadConfig, parsed, {}))
+    if benchmark == "latency":
+        from .bench.latency import bench_latency
+
+        return bench_latency(engine_config, build_config(LatencyConfig, parsed, {}))
+    from .bench.startup import bench_startup
+
+    return bench_startup(engine_config, build_config(StartupConfig, parsed, {}))
+
+
+COMMANDS: Mapping[str, Callable[[dict[str, object]], int]] = {
+    "serve": serve,
+    "info": info,
+    "bench": bench,
+}
 
 
 def _check_key_variable(config: ServerConfig) -> None:

@@ -62,6 +62,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "native", "reference"],
         Meta(description="kernels: the C++ extension or plain torch; auto is native on a CPU"),
     ] = "auto"
+    threads: Annotated[
+        int, Meta(ge=0, le=1024, description="CPU threads that compute (0: one a physical core)")
+    ] = 0
+    enforce_eager: Annotated[
+        bool,
+        Meta(description="run a model's operations one by one: the same bits, slower, to debug"),
+    ] = False
 
     @property
     def model_id(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from streamkv.config import EngineConfig
 from streamkv.core.scheduler import Scheduler
 from streamkv.protocol import FinishReason, Request, RowLogprobs, Runner, RunnerInfo, SamplingParams
-from streamkv.runner.model_runner import ModelRunner
+from streamkv.runner.select import build_runner
 from streamkv.weights.hub import Checkpoint
 
 
@@ -22,8 +22,8 @@ class Generated:
     finish_reason: FinishReason | None = None
 
 
-def load_runner(checkpoint: Checkpoint | Path, **config: Any) -> tuple[ModelRunner, RunnerInfo]:
-    """A loaded ModelRunner: float32, reference ops and few rows unless `config` says otherwise."""
+def load_runner(checkpoint: Checkpoint | Path, **config: Any) -> tuple[Any, RunnerInfo]:
+    """A loaded runner: float32, reference ops and few rows unless `config` says otherwise."""
     if isinstance(checkpoint, Path):
         checkpoint = Checkpoint(checkpoint, "huggingface")
     fields = {
@@ -34,7 +34,7 @@ def load_runner(checkpoint: Checkpoint | Path, **config: Any) -> tuple[ModelRunn
         "max_num_seqs": 32,
         "num_gpu_blocks_override": 512,
     } | config
-    runner = ModelRunner(EngineConfig(**fields), checkpoint)
+    runner: Any = build_runner(EngineConfig(**fields), checkpoint)
     return runner, runner.load(lambda stage, fraction: None)
 
 

@@ -26,6 +26,15 @@ def test_every_field_has_a_flag_and_the_flag_sets_it():
         assert flag.name in help_text
 
 
+def test_threads_and_eager_execution_are_the_operators_choice():
+    assert (parse().threads, parse().enforce_eager) == (0, False)
+    config = parse("--threads", "3", "--enforce-eager")
+    assert (config.threads, config.enforce_eager) == (3, True)
+    environ = {"STREAMKV_THREADS": "5", "STREAMKV_ENFORCE_EAGER": "1"}
+    config = parse("--no-enforce-eager", environ=environ)
+    assert (config.threads, config.enforce_eager) == (5, False)
+
+
 def test_a_flag_beats_the_environment_which_beats_the_default():
     environ = {"STREAMKV_BLOCK_SIZE": "32", "STREAMKV_ENABLE_PREFIX_CACHING": "false"}
     assert parse(environ=environ).block_size == 32
@@ -48,6 +57,9 @@ def test_repeated_flags_and_comma_separated_environment_make_lists():
     [
         (["--block-size", "0"], {}, "--block-size"),
         (["--block-size", "many"], {}, "--block-size"),
+        (["--threads", "-1"], {}, "--threads"),
+        ([], {"STREAMKV_THREADS": "2000"}, "STREAMKV_THREADS"),
+        ([], {"STREAMKV_ENFORCE_EAGER": "2"}, "STREAMKV_ENFORCE_EAGER"),
         (["--gpu-memory-utilization", "1.5"], {}, "--gpu-memory-utilization"),
         ([], {"STREAMKV_MAX_NUM_SEQS": "-1"}, "STREAMKV_MAX_NUM_SEQS"),
         ([], {"STREAMKV_ASYNC_SCHEDULING": "maybe"}, "STREAMKV_ASYNC_SCHEDULING"),

@@ -1,6 +1,8 @@
 """Messages across the device border are numbers and bytes; bad sampling values are named."""
 
 import math
+import struct
+from array import array
 
 import pytest
 
@@ -9,10 +11,14 @@ from streamkv.protocol import (
     Ask,
     Request,
     RowAdded,
+    RowLogprobs,
     RowSampling,
     SamplingParams,
     StepInput,
+    StepOutput,
+    decode_output,
     decode_step,
+    encode_output,
     encode_step,
     pack_ints,
     unpack_ints,
@@ -30,24 +36,142 @@ def request_with(sampling: SamplingParams) -> Request:
     )
 
 
-def test_a_step_survives_being_written_to_bytes():
-    sampling = SamplingParams(temperature=0.5, min_tokens=2, max_tokens=4, stop_token_ids=(9,))
+def whole_step() -> StepInput:
+    """Everything that a step can have; two rows are added."""
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_p=0.75,
+        top_k=40,
+        min_p=0.125,
+        presence_penalty=1.0,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.25,
+        min_tokens=2,
+        max_tokens=4,
+        stop_token_ids=(9,),
+        logit_bias={5: -100.0, 6: 0.5},
+        logprobs=3,
+    )
     row = RowAdded(
         row=3,
-        num_prompt_tokens=3,
+        num_prompt_tokens=2,
         token_ids=pack_ints((1, 2, 3)),
         block_ids=pack_ints((7,)),
         sampling=RowSampling.build(request_with(sampling), 1, {2}),
     )
-    step = StepInput(
-        step_id=5,
-        removed=pack_ints((3,)),
-        added=(row,),
+    plain = RowSampling.build(request_with(SamplingParams(top_k=-1)), 0, ())
+    return StepInput(
+        step_id=2**40,
+        removed=pack_ints((3, 4, 5)),
+        added=(row, RowAdded(4, 1, pack_ints((8,)), b"", plain)),
         appended=pack_ints((3, 8)),
-        scheduled=pack_ints((3, 0, 3, Ask.SAMPLE)),
+        scheduled=pack_ints((3, 0, 3, Ask.SAMPLE, 4, 0, 1, Ask.NONE)),
+        copies=pack_ints((8, 9, 10, 11)),
     )
+
+
+def whole_output() -> StepOutput:
+    return StepOutput(
+        step_id=2**40,
+        sampled=pack_ints((7, 0, 9)),
+        logprobs=(
+            RowLogprobs(-0.5, 2, pack_ints((8, 7)), array("f", (-0.25, -0.5)).tobytes()),
+            None,
+            RowLogprobs(-1.25, 1, b"", b""),
+        ),
+        failed=pack_ints((1,)),
+        error="",
+        duration_s=0.25,
+    )
+
+
+EMPTY_STEP = StepInput(0, b"", (), b"", b"")
+OUTPUTS = [
+    whole_output(),
+    StepOutput(0, b""),
+    StepOutput(1, b"", error="kein Speicher für Größe 3\nmehr", duration_s=1e-9),
+]
+
+
+@pytest.mark.parametrize("step", [whole_step(), EMPTY_STEP])
+def test_a_step_survives_being_written_to_bytes(step):
     assert decode_step(encode_step(step)) == step
-    assert list(unpack_ints(step.scheduled)) == [3, 0, 3, 1]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_an_output_survives_being_written_to_bytes(output):
+    assert decode_output(encode_output(output)) == output
+
+
+def test_a_step_is_laid_out_as_documented():
+    assert encode_step(whole_step()) == b"".join(
+        (
+            b"SKI1",
+            struct.pack("<iq4i", 3, 2**40, 2, 1, 2, 2),
+            struct.pack("<3i", 3, 4, 5),
+            struct.pack("<2i", 3, 8),
+            struct.pack("<4i", 8, 9, 10, 11),
+            struct.pack("<8i", 3, 0, 3, 1, 4, 0, 1, 0),
+            # row 3
+            struct.pack("<6i", 3, 2, 3, 1, 2, 2),
+            struct.pack("<4i", 1, 2, 3, 40),
+            struct.pack("<q", -7),
+            struct.pack("<6d", 0.5, 0.75, 0.125, 1.0, -1.5, 1.25),
+            struct.pack("<3i", 1, 2, 3),
+            struct.pack("<i", 7),
+            struct.pack("<2i", 2, 9),
+            struct.pack("<2i", 5, 6),
+            struct.pack("<2f", -100.0, 0.5),
+            # row 4
+            struct.pack("<6i", 4, 1, 1, 0, 0, 0),
+            struct.pack("<4i", 0, 0, -1, 0),
+            struct.pack("<q", -7),
+            struct.pack("<6d", 1.0, 1.0, 0.0, 0.0, 0.0, 1.0),
+            struct.pack("<i", 8),
+        )
+    )
+
+
+def test_an_output_is_laid_out_as_documented():
+    assert encode_output(whole_output()) == b"".join(
+        (
+            b"SKO1",
+            struct.pack("<iqd4i", 3, 2**40, 0.25, 1, 3, 0, 0),
+            struct.pack("<3i", 7, 0, 9),
+            struct.pack("<i", 1),
+            struct.pack("<iid", 2, 2, -0.5),
+            struct.pack("<2i2f", 8, 7, -0.25, -0.5),
+            struct.pack("<iid", -1, 0, 0.0),
+            struct.pack("<iid", 0, 1, -1.25),
+        )
+    )
+    failed = StepOutput(1, b"", error="é")
+    assert encode_output(failed) == (
+        b"SKO1" + struct.pack("<iqd4i", 0, 1, 0.0, 0, 0, 2, 0) + b"\xc3\xa9"
+    )
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
+        (decode_step, encode_step(whole_step())),
+        (decode_output, encode_output(whole_output())),
+        (decode_output, encode_output(OUTPUTS[2])),
+    ],
+)
+def test_a_message_that_is_cut_too_long_or_something_else_is_an_error(decode, message):
+    for end in range(len(message)):
+        with pytest.raises(ValueError, match="message: expected"):
+            decode(message[:end])
+    with pytest.raises(ValueError, match=f"expected its end at {len(message)}"):
+        decode(message + b"\0")
+    with pytest.raises(ValueError, match="expected it to begin with b'SK"):
+        decode(b"GGUF" + message[4:])
+
+
+def test_an_error_that_is_no_text_still_crosses():
+    output = decode_output(encode_output(StepOutput(1, b"", error="a \udc80 file")))
+    assert output.error == "a \\udc80 file"
 
 
 def test_row_sampling_masks_end_tokens_only_below_min_tokens_and_unless_eos_is_ignored():

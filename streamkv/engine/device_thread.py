@@ -1,27 +1,39 @@
-"""The thread that owns the runner: it loads it, steps it in order, and closes it.
+"""The thread that owns the runner: it loads it, has it answer steps in order, and closes it.
 
-Owns the runner (built, used and dropped on this thread alone), the queue of steps going in and the
-outputs coming back. It must not know requests, the scheduler or text. The event loop sees four
-things (`loaded`, `submit`, `on_output`, `close`), so another transport can take its place.
+Owns the runner (built, used and dropped on this thread alone) and the channel that carries steps
+to it and outputs back, as bytes. It must not know requests, the scheduler or text. The event loop
+sees four things (`loaded`, `submit`, `on_output`, `close`): another transport can take its place.
+
+A runner with a `serve` method is given the channel and stays in native code: no step waits for the
+interpreter's lock. For other runners the thread runs a loop in Python.
 
 Invariant: no exception leaves the thread. What fails while loading is set on `loaded`, what fails
 in a step is its StepOutput's `error`; every step submitted before the close began is answered in
-order, with one wake-up of the event loop each.
+order, with at most one wake-up of the event loop each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import queue
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from .._cpu import Channel
 from ..errors import EngineDeadError, ModelLoadError, StreamkvError
-from ..protocol import Runner, RunnerInfo, StepInput, StepOutput
+from ..protocol import (
+    Runner,
+    RunnerInfo,
+    StepInput,
+    StepOutput,
+    decode_output,
+    decode_step,
+    encode_output,
+    encode_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +56,14 @@ class _Stopped(Exception):
     """Raised out of the progress callback to leave a load that nobody waits for any more."""
 
 
+@runtime_checkable
+class NativeRunner(Protocol):
+    """A runner that takes its steps from the channel by itself."""
+
+    def serve(self, channel: Channel, idle_timeout_s: float) -> bool:
+        """Answer steps. True: the channel was closed; False: none has come for so long."""
+
+
 class DeviceThread:
     """Runs a Runner away from the event loop. Public methods belong to the loop's thread."""
 
@@ -60,22 +80,27 @@ class DeviceThread:
         self.loaded: asyncio.Future[RunnerInfo] = self._loop.create_future()
         self._build = build
         self._on_output = on_output
-        self._steps: queue.SimpleQueue[StepInput | None] = queue.SimpleQueue()
-        self._outputs: deque[StepOutput] = deque()
         self._stopping = False
         self._ended = asyncio.Event()
+        self._channel = Channel()
+        self._loop.add_reader(self._channel.fd, self._deliver)
         self._thread = threading.Thread(target=self._run, name=name, daemon=False)
         self._thread.start()
 
     def submit(self, step: StepInput) -> None:
-        """Queue a step. Its output arrives at `on_output`, in the order submitted."""
-        self._steps.put(step)
+        """Queue a step. Its output arrives at `on_output`, in the order submitted.
+
+        RuntimeError if 16 are on their way already.
+        """
+        if not self._stopping:
+            self._channel.submit(encode_step(step))
 
     def stop(self) -> None:
         """Ask the thread to end after the call it is in; nothing is delivered any more."""
-        if not self._stopping:
-            self._stopping = True
-            self._steps.put(None)
+        self._stopping = True
+        self._channel.close()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._channel.fd)
 
     async def close(self) -> None:
         """Stop, wait until the runner is closed, and join the thread. Idempotent."""
@@ -86,11 +111,13 @@ class DeviceThread:
         else:  # the loop that started it is gone: nobody would set the event
             await asyncio.to_thread(self._thread.join)
 
-    # --- on the event loop, called by the thread -------------------------------------------
+    # --- on the event loop ------------------------------------------------------------------
 
     def _deliver(self) -> None:
-        while self._outputs and not self._stopping:
-            self._on_output(self._outputs.popleft())
+        for message in self._channel.take():
+            if self._stopping:  # the one before may have been the last straw
+                return
+            self._on_output(decode_output(message))
 
     def _set_loaded(self, info: RunnerInfo) -> None:
         if not self.loaded.done():
@@ -108,7 +135,6 @@ class DeviceThread:
             runner = self._build(self._report)
             info = runner.load(self._report)
             self._post(self._set_loaded, info)
-            self._step_until_stopped(runner)
         except BaseException as exc:
             # Whatever it was: if it ended the thread unseen, clients would wait for ever.
             error = self._load_error(exc)
@@ -116,6 +142,8 @@ class DeviceThread:
             # raised there, it would collect frames that are not ours to clear.
             traceback.clear_frames(exc.__traceback__)
             self._post(self._set_load_error, error)
+        else:
+            self._serve(runner)
         try:
             if runner is not None:
                 runner.close()
@@ -124,18 +152,20 @@ class DeviceThread:
         del runner
         self._post(self._ended.set)
 
-    def _step_until_stopped(self, runner: Runner) -> None:
-        while not self._stopping:
-            try:
-                step = self._steps.get(timeout=_EXIT_CHECK_S)
-            except queue.Empty:
-                if not threading.main_thread().is_alive():
+    def _serve(self, runner: Runner) -> None:
+        """Until the channel is closed, or whoever would close it is gone."""
+        serve = (
+            runner.serve
+            if isinstance(runner, NativeRunner)
+            else functools.partial(_serve_in_python, runner)
+        )
+        try:
+            while not serve(self._channel, _EXIT_CHECK_S):
+                abandoned = self._loop.is_closed() or not threading.main_thread().is_alive()
+                if abandoned or self._stopping:
                     return
-                continue
-            if step is None or self._stopping:
-                return
-            self._outputs.append(_run_step(runner, step))
-            self._post(self._deliver)
+        except BaseException:  # see _run
+            logger.exception("the device thread has ended")
 
     def _report(self, stage: str, fraction: float) -> None:
         if self._stopping:
@@ -160,12 +190,19 @@ class DeviceThread:
             self._stopping = True
 
 
-def _run_step(runner: Runner, step: StepInput) -> StepOutput:
+def _serve_in_python(runner: Runner, channel: Channel, idle_timeout_s: float) -> bool:
+    """NativeRunner.serve for any runner."""
+    while (message := channel.receive(idle_timeout_s)) is not None:
+        channel.reply(_answer(runner, decode_step(message)))
+    return channel.closed
+
+
+def _answer(runner: Runner, step: StepInput) -> bytes:
     try:
-        return runner.step(step)
+        return encode_output(runner.step(step))
     except BaseException as exc:  # see _run
         logger.exception("step %d failed", step.step_id)
-        return StepOutput(step.step_id, b"", error=_describe(exc))
+        return encode_output(StepOutput(step.step_id, b"", error=_describe(exc)))
 
 
 def _describe(exc: BaseException) -> str:

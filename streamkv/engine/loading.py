@@ -62,9 +62,9 @@ def build_model(
         tokenizer = _read_tokenizer(checkpoint)
     if runner is None:
         progress("importing the runner", 0.0)
-        from ..runner.model_runner import ModelRunner
+        from ..runner.select import build_runner
 
-        runner = ModelRunner(config, checkpoint)
+        runner = build_runner(config, checkpoint)
     return Model(runner, tokenizer)
 
 

@@ -14,17 +14,24 @@ from collections.abc import Iterator, Mapping
 from ..ops import Handle, Ops, Parameter
 
 
-class Linear:
-    """x [T, K] -> [T, N]. Several `parts` (checkpoint name -> rows of N) are computed as one."""
+class _Projection:
+    """The weight and bias of a product; several `parts` (checkpoint name -> rows of N) are one."""
 
     def __init__(
-        self, name: str, in_features: int, parts: Mapping[str, int], *, bias: bool
+        self,
+        name: str,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        is_paired: bool = False,
     ) -> None:
         out_features = sum(parts.values())
         self.weight = Parameter(
             name=f"{name}.weight",
             shape=(out_features, in_features),
             parts=tuple((f"{part}.weight", (rows, in_features)) for part, rows in parts.items()),
+            is_paired=is_paired,
         )
         self.bias = None
         if bias:
@@ -34,17 +41,33 @@ class Linear:
                 parts=tuple((f"{part}.bias", (rows,)) for part, rows in parts.items()),
             )
 
-    def __call__(self, ops: Ops, x: Handle) -> Handle:
-        return ops.linear(x, self.weight, self.bias)
-
     def parameters(self) -> Iterator[Parameter]:
         yield self.weight
         if self.bias is not None:
             yield self.bias
 
 
+class Linear(_Projection):
+    """x [T, K] -> [T, N], added to a residual if there is one."""
+
+    def __call__(self, ops: Ops, x: Handle, residual: Handle | None = None) -> Handle:
+        return ops.linear(x, self.weight, self.bias, residual)
+
+
+class GatedLinear(_Projection):
+    """x [T, K] -> [T, I]: silu(gate(x)) * up(x), computed as one."""
+
+    def __init__(
+        self, name: str, in_features: int, gate: str, up: str, width: int, *, bias: bool
+    ) -> None:
+        super().__init__(name, in_features, {gate: width, up: width}, bias=bias, is_paired=True)
+
+    def __call__(self, ops: Ops, x: Handle) -> Handle:
+        return ops.linear_silu_mul(x, self.weight, self.bias)
+
+
 class RMSNorm:
-    """x [T, H] -> [T, H]; with a residual it adds first and returns the new residual too."""
+    """x [T, H] -> [T, H]."""
 
     def __init__(self, name: str, hidden_size: int, eps: float) -> None:
         self.weight = plain_parameter(f"{name}.weight", (hidden_size,))
@@ -52,9 +75,6 @@ class RMSNorm:
 
     def __call__(self, ops: Ops, x: Handle) -> Handle:
         return ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, ops: Ops, x: Handle, residual: Handle) -> tuple[Handle, Handle]:
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self.weight

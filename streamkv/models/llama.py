@@ -12,41 +12,45 @@ from collections.abc import Iterator
 
 from ..ops import AttentionShape, Batch, Handle, Ops, Parameter, Rope
 from .config import ModelConfig
-from .layers import Linear, RMSNorm, plain_parameter
+from .layers import GatedLinear, Linear, RMSNorm, plain_parameter
+from .rope import build_rope
 
 
 class Attention:
     """Causal self-attention over the paged KV cache."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, rope: Rope) -> None:
         name = f"model.layers.{layer}.self_attn"
         self.layer = layer
+        self.rope = rope
         self.shape = AttentionShape(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim
         )
-        self.rope = Rope(config.rope_theta, config.head_dim, config.max_position_embeddings)
         self.scale = config.head_dim**-0.5
-        q_width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         self.qkv_proj = Linear(
             f"{name}.qkv_proj",
             config.hidden_size,
-            {f"{name}.q_proj": q_width, f"{name}.k_proj": kv_width, f"{name}.v_proj": kv_width},
+            {
+                f"{name}.q_proj": self.shape.q_width,
+                f"{name}.k_proj": kv_width,
+                f"{name}.v_proj": kv_width,
+            },
             bias=config.attention_bias,
         )
         self.o_proj = Linear(
             f"{name}.o_proj",
-            q_width,
+            self.shape.q_width,
             {f"{name}.o_proj": config.hidden_size},
             bias=config.attention_bias,
         )
 
-    def __call__(self, ops: Ops, x: Handle, batch: Batch) -> Handle:
+    def __call__(self, ops: Ops, x: Handle, residual: Handle, batch: Batch) -> Handle:
         qkv = self.qkv_proj(ops, x)  # [T, qkv_width]
         qkv = ops.rotary(qkv, batch.positions, self.rope, self.shape)
         ops.store_kv(qkv, batch, self.layer, self.shape)
         attended = ops.paged_attention(qkv, batch, self.layer, self.shape, self.scale)
-        return self.o_proj(ops, attended)  # [T, H]
+        return self.o_proj(ops, attended, residual)  # [T, H]
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self.qkv_proj.parameters()
@@ -54,23 +58,25 @@ class Attention:
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x)), gate and up computed as one."""
+    """residual + down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         name = f"model.layers.{layer}.mlp"
         hidden, intermediate = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(
+        self.gate_up_proj = GatedLinear(
             f"{name}.gate_up_proj",
             hidden,
-            {f"{name}.gate_proj": intermediate, f"{name}.up_proj": intermediate},
+            f"{name}.gate_proj",
+            f"{name}.up_proj",
+            intermediate,
             bias=config.mlp_bias,
         )
         self.down_proj = Linear(
             f"{name}.down_proj", intermediate, {f"{name}.down_proj": hidden}, bias=config.mlp_bias
         )
 
-    def __call__(self, ops: Ops, x: Handle) -> Handle:
-        return self.down_proj(ops, ops.silu_mul(self.gate_up_proj(ops, x)))
+    def __call__(self, ops: Ops, x: Handle, residual: Handle) -> Handle:
+        return self.down_proj(ops, self.gate_up_proj(ops, x), residual)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self.gate_up_proj.parameters()
@@ -80,12 +86,20 @@ class MLP:
 class DecoderLayer:
     """Attention and MLP, each after its norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, rope: Rope) -> None:
         name, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(f"{name}.input_layernorm", hidden, eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, rope)
         self.post_attention_layernorm = RMSNorm(f"{name}.post_attention_layernorm", hidden, eps)
         self.mlp = MLP(config, layer)
+
+    def attend(self, ops: Ops, x: Handle, batch: Batch) -> Handle:
+        """The first half, [T, H] -> [T, H]: all in which tokens see each other."""
+        return self.self_attn(ops, self.input_layernorm(ops, x), x, batch)
+
+    def transform(self, ops: Ops, x: Handle) -> Handle:
+        """The second half, row by row."""
+        return self.mlp(ops, self.post_attention_layernorm(ops, x), x)
 
     def parameters(self) -> Iterator[Parameter]:
         for part in (
@@ -103,8 +117,11 @@ class LlamaForCausalLM:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         table = (config.vocab_size, config.hidden_size)
+        rope = build_rope(config.rope, config.head_dim, config.max_position_embeddings)
         self.embed_tokens = plain_parameter("model.embed_tokens.weight", table)
-        self.layers = [DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        self.layers = [
+            DecoderLayer(config, layer, rope) for layer in range(config.num_hidden_layers)
+        ]
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
@@ -121,20 +138,13 @@ class LlamaForCausalLM:
 
     def forward(self, ops: Ops, batch: Batch) -> Handle:
         """Hidden states [R, H] of the rows that want logits; the KV of all T tokens is stored."""
-        x = ops.embedding(batch.token_ids, self.embed_tokens)  # [T, H]
-        residual = None
-        for layer in self.layers:
-            if residual is None:
-                residual, x = x, layer.input_layernorm(ops, x)
-            else:
-                x, residual = layer.input_layernorm.add(ops, x, residual)
-            x = layer.self_attn(ops, x, batch)
-            x, residual = layer.post_attention_layernorm.add(ops, x, residual)
-            x = layer.mlp(ops, x)
-        # The norm works row by row, so only the rows that are needed go through it.
-        x = ops.select_rows(x, batch.logit_rows)
-        hidden, _ = self.norm.add(ops, x, ops.select_rows(residual, batch.logit_rows))
-        return hidden
+        *layers, last = self.layers
+        x = ops.embedding(batch.token_ids, self.embed_tokens)  # [T, H], the residual stream
+        for layer in layers:
+            x = layer.transform(ops, layer.attend(ops, x, batch))
+        # After the last attention each row is on its own: only those that want logits go on.
+        x = ops.select_rows(last.attend(ops, x, batch), batch.logit_rows)
+        return self.norm(ops, last.transform(ops, x))
 
     def logits(self, ops: Ops, hidden: Handle) -> Handle:
         """[R, H] -> [R, vocab_size]."""

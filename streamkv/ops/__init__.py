@@ -1,12 +1,15 @@
 """The closed op vocabulary: all that a model file may compute with.
 
-A model's `forward(ops, batch)` calls the methods of `Ops` on opaque handles; an interpreter of
-that protocol runs them at once (runner/eager.py) or records them. Nothing here imports torch, so
-neither does a model file. Each op has a plain-torch oracle (reference.py) and may have a native
-kernel (native.py, the C++ extension); `select` in the runner picks one table at start.
+A model's `forward(ops, batch)` calls the methods of `Ops` on opaque handles. Three interpreters
+implement that protocol (runner/): the Recorder writes a program down, Eager runs the native ops
+one by one, TorchOps runs a table of torch kernels (kernels.py, reference.py). Nothing here imports
+torch, so neither does a model file.
 
 Shapes: T tokens in the step, B rows in the batch, R rows that want logits, H hidden size.
 Ops are functional: no handle is changed, except that `store_kv` writes the KV cache.
+
+Activations are float32. Left sides of matrix products, called inputs, may be narrower: what
+`rms_norm`, `linear_silu_mul` and `paged_attention` give may go into a product and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,17 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-Handle = Any  # a tensor for eager interpreters, a symbolic buffer for a recorder
+Handle = Any  # an array for interpreters that compute, a symbol for one that records
 
 VOCABULARY = (
     "embedding",
     "rms_norm",
-    "add_rms_norm",
     "linear",
+    "linear_silu_mul",
     "rotary",
     "store_kv",
     "paged_attention",
-    "silu_mul",
     "select_rows",
 )
 
@@ -34,21 +36,30 @@ class Parameter:
     """A weight by name. `parts` are the checkpoint tensors stacked along dim 0 to make it.
 
     A plain weight has one part, its own checkpoint name; a fused one (QKV, gate+up) has several.
+    A paired one is a matrix whose first half of outputs gates the second, for `linear_silu_mul`.
     """
 
     name: str
     shape: tuple[int, ...]  # [out_features, in_features], [vocab, hidden] or [hidden]
     parts: tuple[tuple[str, tuple[int, ...]], ...]  # (checkpoint name, shape), in order
+    is_paired: bool = False
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding, NeoX style: the first half of a head pairs with the second."""
+    """Rotary position embedding, NeoX style: the first half of a head pairs with the second.
 
-    theta: float
-    head_dim: int
+    Pair i of a head at position p is turned by p * frequencies[i]; its cosine and sine are
+    multiplied by `magnitude`. How a checkpoint's scaling becomes these is models/rope.py's.
+    """
+
+    frequencies: tuple[float, ...]  # [head_dim / 2], float32 values
+    magnitude: float
     max_positions: int
-    scaling: tuple[tuple[str, float], ...] = ()  # reserved for scaled variants; () = plain
+
+    @property
+    def head_dim(self) -> int:
+        return 2 * len(self.frequencies)
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,10 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
@@ -83,15 +98,21 @@ class Ops(Protocol):
         """[T] -> [T, H]: rows of the table."""
 
     def rms_norm(self, x: Handle, weight: Parameter, eps: float) -> Handle:
-        """[T, H] -> [T, H]: x / sqrt(mean(x²) + eps) * weight, statistics in float32."""
+        """[T, H] -> inputs [T, H]: x / sqrt(mean(x²) + eps) * weight."""
 
-    def add_rms_norm(
-        self, x: Handle, residual: Handle, weight: Parameter, eps: float
-    ) -> tuple[Handle, Handle]:
-        """(rms_norm(x + residual), x + residual), both [T, H]."""
+    def linear(
+        self,
+        x: Handle,
+        weight: Parameter,
+        bias: Parameter | None = None,
+        residual: Handle | None = None,
+    ) -> Handle:
+        """Inputs [T, K] -> [T, N]: x @ weight.T (+ bias) (+ residual [T, N])."""
 
-    def linear(self, x: Handle, weight: Parameter, bias: Parameter | None = None) -> Handle:
-        """[T, K] -> [T, N]: x @ weight.T (+ bias), accumulated in float32."""
+    def linear_silu_mul(
+        self, x: Handle, weight: Parameter, bias: Parameter | None = None
+    ) -> Handle:
+        """Inputs [T, K] -> inputs [T, N / 2]: silu(gate) * up, the halves of a paired product."""
 
     def rotary(self, qkv: Handle, positions: Handle, rope: Rope, shape: AttentionShape) -> Handle:
         """[T, qkv_width] -> same: rotates the Q and K heads, V as it was."""
@@ -102,14 +123,11 @@ class Ops(Protocol):
     def paged_attention(
         self, qkv: Handle, batch: Batch, layer: int, shape: AttentionShape, scale: float
     ) -> Handle:
-        """[T, qkv_width] -> [T, num_heads * head_dim]: causal attention over the cached context.
+        """[T, qkv_width] -> inputs [T, q_width]: causal attention over the cached context.
 
         The token at position p of row b reads positions 0 .. p of its block table; its own K and
         V were stored before.
         """
-
-    def silu_mul(self, gate_up: Handle) -> Handle:
-        """[T, 2 * I] -> [T, I]: silu(first half) * second half."""
 
     def select_rows(self, x: Handle, rows: Handle) -> Handle:
         """[T, H], [R] -> [R, H]."""

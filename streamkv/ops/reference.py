@@ -16,25 +16,39 @@ from .kernels import KernelTable
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of the table."""
-    return weight[token_ids]
+    return weight[token_ids].float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019)."""
-    x32 = x.float()
-    mean_square = x32.square().mean(dim=-1, keepdim=True)
-    return (x32 * torch.rsqrt(mean_square + eps) * weight.float()).to(x.dtype)
+    mean_square = x.square().mean(dim=-1, keepdim=True)
+    return (x * torch.rsqrt(mean_square + eps) * weight.float()).to(weight.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual connection and the norm that follows it."""
-    new_residual = x + residual
-    return rms_norm(new_residual, weight, eps), new_residual
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """x @ weight.T (+ bias) (+ residual)."""
+    out = _product(x, weight)
+    if bias is not None:
+        out = out + bias
+    if residual is not None:
+        out = out + residual
+    return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T (+ bias)."""
-    return F.linear(x, weight, bias)
+def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, of the two halves of a product (Shazeer, 2020)."""
+    gate, up = linear(x, weight, bias).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32: products of bfloat16 numbers are exact in it, so widening both
+    sides and accumulating wide are the same but for the order of the sum."""
+    if x.is_cuda and x.dtype is torch.bfloat16:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
 
 
 def rotary(qkv: Tensor, positions: Tensor, cos_sin: Tensor, shape: AttentionShape) -> Tensor:
@@ -42,9 +56,9 @@ def rotary(qkv: Tensor, positions: Tensor, cos_sin: Tensor, shape: AttentionShap
     num_rotated = shape.num_heads + shape.num_kv_heads
     heads = qkv.unflatten(1, (-1, shape.head_dim))  # [T, Q heads + K heads + V heads, head_dim]
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim / 2] each
-    first, second = heads[:, :num_rotated].float().chunk(2, dim=-1)
+    first, second = heads[:, :num_rotated].chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([rotated.to(qkv.dtype), heads[:, num_rotated:]], dim=1).flatten(1)
+    return torch.cat([rotated, heads[:, num_rotated:]], dim=1).flatten(1)
 
 
 def store_kv(
@@ -55,7 +69,8 @@ def store_kv(
     heads = qkv.unflatten(1, (-1, shape.head_dim))
     # [T, 2, num_kv_heads, head_dim]
     kv = heads[:, shape.num_heads :].unflatten(1, (2, shape.num_kv_heads))
-    kv_cache[:, layer][slots // block_size, :, :, slots % block_size] = kv
+    at = (slots // block_size, slice(None), slice(None), slots % block_size)
+    kv_cache[:, layer][at] = kv.to(kv_cache.dtype)
 
 
 def paged_attention(
@@ -70,7 +85,7 @@ def paged_attention(
 ) -> Tensor:
     """Causal softmax(q · k * scale) v over each row's blocks; heads share KV heads in groups."""
     num_heads, head_dim = shape.num_heads, shape.head_dim
-    out = qkv.new_empty(len(qkv), num_heads * head_dim)
+    out = kv_cache.new_empty(len(qkv), shape.q_width)
     starts = query_start.tolist()
     for row, context_len in enumerate(context_lens.tolist()):
         start, end = starts[row], starts[row + 1]
@@ -78,7 +93,7 @@ def paged_attention(
         keys = keys.repeat_interleave(num_heads // shape.num_kv_heads, dim=0)
         values = values.repeat_interleave(num_heads // shape.num_kv_heads, dim=0)
 
-        queries = qkv[start:end, : num_heads * head_dim].float()
+        queries = qkv[start:end, : shape.q_width]
         queries = queries.view(-1, num_heads, head_dim).transpose(0, 1)  # [heads, q_len, head_dim]
         scores = queries @ keys.transpose(1, 2) * scale  # [heads, q_len, context_len]
 
@@ -87,7 +102,7 @@ def paged_attention(
         query_positions = positions[context_len - (end - start) :]
         scores.masked_fill_(positions[None, :] > query_positions[:, None], float("-inf"))
         attended = scores.softmax(dim=-1) @ values  # [heads, q_len, head_dim]
-        out[start:end] = attended.transpose(0, 1).flatten(1).to(qkv.dtype)
+        out[start:end] = attended.transpose(0, 1).flatten(1)
     return out
 
 
@@ -105,12 +120,6 @@ def _gather_context(
     return keys, values
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of the two halves (Shazeer, 2020)."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
-
-
 def select_rows(x: Tensor, rows: Tensor) -> Tensor:
     """The named rows of x."""
     return x[rows]
@@ -121,11 +130,10 @@ REFERENCE = KernelTable(
     detail=f"torch {torch.__version__}",
     embedding=embedding,
     rms_norm=rms_norm,
-    add_rms_norm=add_rms_norm,
     linear=linear,
+    linear_silu_mul=linear_silu_mul,
     rotary=rotary,
     store_kv=store_kv,
     paged_attention=paged_attention,
-    silu_mul=silu_mul,
     select_rows=select_rows,
 )

@@ -1,93 +1,103 @@
-"""Eager: runs each op of a model's forward at once, by calling a table of kernels.
+"""Eager: runs each op of a model's forward at once on the native kernels, for debugging.
 
-Owns the binding of names to tensors: parameters to weights, layers to the KV cache, a Rope to its
-table of angles. Knows nothing of models or steps. Invariant: it computes nothing itself; with the
-reference table it is the oracle on any device, with the native table it is the CPU's engine.
+Owns the binding of names to weights and of a Rope to its table. Values are numpy arrays that can
+be looked at between any two ops. Imports no torch. Invariant: the bits are those of the recorded
+program, which runs the same kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from ..models.rope import rope_table
 from ..ops import AttentionShape, Batch, Parameter, Rope
-from ..ops.kernels import KernelTable
+from .recorder import input_dtype
+
+Array = NDArray[Any]  # float32, or uint16 bits of bfloat16
 
 
 class Eager:
-    """Implements `ops.Ops` on tensors; handles are tensors of the weights' dtype and device."""
+    """Implements `ops.Ops` on arrays, over a `_cpu.Team`, packed weights and a `_cpu.KvCache`."""
 
     def __init__(
-        self,
-        kernels: KernelTable,
-        weights: Mapping[str, Tensor],
-        kv_cache: Tensor,
-        *,
-        max_model_len: int,
+        self, team: Any, weights: Mapping[str, Any], cache: Any, *, max_model_len: int
     ) -> None:
-        self._kernels = kernels
+        from streamkv import _cpu
+
+        self._cpu = _cpu
+        self._team = team
         self._weights = weights
-        self._kv_cache = kv_cache  # [blocks, layers, 2, num_kv_heads, block_size, head_dim]
+        self._cache = cache
+        self._input_dtype = input_dtype(weights)
         self._max_model_len = max_model_len
-        self._rope_tables: dict[Rope, Tensor] = {}
+        self._rope_tables: dict[Rope, Array] = {}
+        self._native_batch: tuple[Batch, Any] | None = None
 
-    def embedding(self, token_ids: Tensor, weight: Parameter) -> Tensor:
-        return self._kernels.embedding(token_ids, self._weights[weight.name])
+    def embedding(self, token_ids: Array, weight: Parameter) -> Array:
+        return self._cpu.ops.embedding(self._team, token_ids, self._weights[weight.name])
 
-    def rms_norm(self, x: Tensor, weight: Parameter, eps: float) -> Tensor:
-        return self._kernels.rms_norm(x, self._weights[weight.name], eps)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Parameter, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._kernels.add_rms_norm(x, residual, self._weights[weight.name], eps)
-
-    def linear(self, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
-        bias_tensor = None if bias is None else self._weights[bias.name]
-        return self._kernels.linear(x, self._weights[weight.name], bias_tensor)
-
-    def rotary(self, qkv: Tensor, positions: Tensor, rope: Rope, shape: AttentionShape) -> Tensor:
-        table = self._rope_tables.get(rope)
-        if table is None:
-            num_positions = min(rope.max_positions, self._max_model_len)
-            table = rope_table(rope, num_positions).to(qkv.device)
-            self._rope_tables[rope] = table
-        return self._kernels.rotary(qkv, positions, table, shape)
-
-    def store_kv(self, qkv: Tensor, batch: Batch, layer: int, shape: AttentionShape) -> None:
-        self._kernels.store_kv(qkv, self._kv_cache, batch.slots, layer, shape)
-
-    def paged_attention(
-        self, qkv: Tensor, batch: Batch, layer: int, shape: AttentionShape, scale: float
-    ) -> Tensor:
-        return self._kernels.paged_attention(
-            qkv,
-            self._kv_cache,
-            batch.query_start,
-            batch.context_lens,
-            batch.block_tables,
-            layer,
-            shape,
-            scale,
+    def rms_norm(self, x: Array, weight: Parameter, eps: float) -> Array:
+        return self._cpu.ops.rms_norm(
+            self._team, x, self._weights[weight.name], eps, self._input_dtype
         )
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._kernels.silu_mul(gate_up)
+    def linear(
+        self,
+        x: Array,
+        weight: Parameter,
+        bias: Parameter | None = None,
+        residual: Array | None = None,
+    ) -> Array:
+        return self._cpu.ops.linear(
+            self._team, x, self._weights[weight.name], self._find(bias), residual
+        )
 
-    def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self._kernels.select_rows(x, rows)
+    def linear_silu_mul(self, x: Array, weight: Parameter, bias: Parameter | None = None) -> Array:
+        return self._cpu.ops.linear_silu_mul(
+            self._team, x, self._weights[weight.name], self._find(bias)
+        )
 
+    def rotary(self, qkv: Array, positions: Array, rope: Rope, shape: AttentionShape) -> Array:
+        table = self._rope_tables.get(rope)
+        if table is None:
+            table = rope_table(rope, min(rope.max_positions, self._max_model_len))
+            self._rope_tables[rope] = table
+        return self._cpu.ops.rotary(
+            self._team, qkv, positions, table, shape.num_heads, shape.num_kv_heads
+        )
 
-def rope_table(rope: Rope, num_positions: int) -> Tensor:
-    """float32 [num_positions, head_dim]: head_dim/2 cosines, then head_dim/2 sines.
+    def store_kv(self, qkv: Array, batch: Batch, layer: int, shape: AttentionShape) -> None:
+        self._cpu.ops.store_kv(self._team, qkv, self._cache, batch.slots, layer, shape.num_heads)
 
-    The angle is a float32 product of position and frequency, as in the training code of these
-    models: a more exact one would rotate far positions differently from what they learnt.
-    """
-    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
-    frequencies = 1.0 / rope.theta**exponents  # [head_dim / 2]
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = positions[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    def paged_attention(
+        self, qkv: Array, batch: Batch, layer: int, shape: AttentionShape, scale: float
+    ) -> Array:
+        return self._cpu.ops.paged_attention(
+            self._team,
+            qkv,
+            self._cache,
+            self._as_native(batch),
+            layer,
+            shape.num_heads,
+            scale,
+            self._input_dtype,
+        )
+
+    def select_rows(self, x: Array, rows: Array) -> Array:
+        return self._cpu.ops.select_rows(self._team, x, rows)
+
+    def _as_native(self, batch: Batch) -> Any:
+        """The batch as a `_cpu.Batch`, made once for all layers."""
+        if not isinstance(batch, Batch):
+            return batch  # it is one already, with the same names for its arrays
+        if self._native_batch is None or self._native_batch[0] is not batch:
+            arrays = (np.ascontiguousarray(array, np.int32) for array in batch)
+            self._native_batch = (batch, self._cpu.Batch(*arrays))
+        return self._native_batch[1]
+
+    def _find(self, parameter: Parameter | None) -> Any:
+        return None if parameter is None else self._weights[parameter.name]

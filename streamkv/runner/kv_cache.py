@@ -1,20 +1,22 @@
 """How much memory there is, and how many KV blocks a model gets of it.
 
-Owns the measuring, the budget that several models share, and the plan. Knows nothing of tensors'
-content or of requests. Invariant: planning is a pure function of numbers; memory is measured once,
+Owns the measuring, the budget that several models share, and the plan. Knows nothing of tensors,
+devices or requests. Invariant: planning is a pure function of numbers; memory is measured once,
 before it, and what the budget gave out never exceeds it unless the operator said so.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
 
+from ..config import EngineConfig
 from ..errors import ConfigError
+from ..models import ModelConfig
 
 CPU_LIMIT_BYTES = 4 << 30  # a chat server on a laptop shouldn't take all of its memory
 MAX_SLOTS = 2**31 - 1  # kernels number them in int32
@@ -66,6 +68,37 @@ class MemoryBudget:
         self._reserved.pop(name, None)
 
 
+class MemoryShare:
+    """What one model has of a budget; None: of a budget of its own, measured when it loads."""
+
+    def __init__(self, config: EngineConfig, budget: MemoryBudget | None) -> None:
+        self._config = config
+        self._budget = budget
+        self._names: list[str] = []
+
+    def measure(self, available_bytes: Callable[[], int]) -> None:
+        """Make a budget of what is available, unless one was given."""
+        if self._budget is None:
+            share = self._config.gpu_memory_utilization
+            self._budget = MemoryBudget(int(available_bytes() * share))
+
+    @property
+    def free_bytes(self) -> int:
+        return 0 if self._budget is None else self._budget.free_bytes
+
+    def reserve(self, what: str, num_bytes: int, *, overcommit: bool = False) -> None:
+        """As MemoryBudget's, under the model's name. Measured before."""
+        name = f"{self._config.model_id} {what}"
+        if self._budget is not None:
+            self._budget.reserve(name, num_bytes, overcommit=overcommit)
+            self._names.append(name)
+
+    def release(self) -> None:
+        """Give everything back; idempotent."""
+        while self._budget is not None and self._names:
+            self._budget.release(self._names.pop())
+
+
 def format_bytes(num_bytes: int) -> str:
     """With a unit in which the number has at least one digit before the point."""
     size, unit = float(num_bytes), "bytes"
@@ -74,6 +107,50 @@ def format_bytes(num_bytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:,.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.1f} {unit}"
+
+
+def max_step_tokens(config: EngineConfig, max_model_len: int) -> int:
+    """The most tokens that a step can have: no more than all sequences together."""
+    return min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+
+
+def workspace_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
+    """An upper estimate of what a step needs besides weights and KV: activations and logits."""
+    heads = model_config.num_attention_heads + 2 * model_config.num_key_value_heads
+    widths = 4 * model_config.hidden_size + 3 * model_config.intermediate_size
+    per_token = 4 * (widths + 2 * heads * model_config.head_dim)
+    max_positions = model_config.max_position_embeddings
+    num_tokens = max_step_tokens(config, min(config.max_model_len or max_positions, max_positions))
+    return num_tokens * per_token + config.max_num_seqs * model_config.vocab_size * 12
+
+
+def plan_memory(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    item_bytes: int,
+    free_bytes: int,
+    limit_bytes: int | None,
+) -> KVCachePlan:
+    """The KV cache that fits beside the largest step. `item_bytes`: of a number in the cache."""
+    workspace = workspace_bytes(config, model_config)
+    if workspace > free_bytes and not config.num_gpu_blocks_override:
+        raise ConfigError(
+            f"the largest step needs {format_bytes(workspace)} besides weights and KV cache, "
+            f"{format_bytes(free_bytes)} are free: lower --max-num-batched-tokens "
+            f"({config.max_num_batched_tokens}) or --max-num-seqs ({config.max_num_seqs})"
+        )
+    kv_values = 2 * model_config.num_key_value_heads * model_config.head_dim  # a token's, a layer
+    return plan_kv_cache(
+        free_bytes=max(0, free_bytes - workspace),
+        limit_bytes=limit_bytes,
+        kv_bytes_per_token=model_config.num_hidden_layers * kv_values * item_bytes,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        max_position_embeddings=model_config.max_position_embeddings,
+        num_blocks_override=config.num_gpu_blocks_override,
+    )
 
 
 def plan_kv_cache(
@@ -143,14 +220,9 @@ def plan_kv_cache(
 
 
 def available_memory_bytes(
-    device: torch.device | None = None,
-    *,
-    proc: Path = Path("/proc"),
-    cgroups: Path = Path("/sys/fs/cgroup"),
+    *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int:
     """Bytes that can be taken now without swapping, within the limits of the cgroups we are in."""
-    if device is not None and device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
     return min(_machine_available(proc), *_cgroup_available(proc, cgroups))
 
 

@@ -84,11 +84,13 @@ class Rows:
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
 
     def apply(self, step: StepInput) -> None:
-        """Removed, then added, then appended."""
+        """Removed, then added, then appended. (Copies are checked here and made by the caller.)"""
         removed = np.frombuffer(step.removed, np.int32)
         appended = np.frombuffer(step.appended, np.int32).reshape(-1, 2)
+        copies = np.frombuffer(step.copies, np.int32)
         _check_range("removed rows", removed, len(self._tokens))
         _check_range("appended rows", appended[:, 0], len(self._tokens))
+        _check_range("copied blocks", copies, self._pool_blocks)
         for row in removed.tolist():
             self._num_tokens[row] = self._num_blocks[row] = 0
             self._stop_ids.pop(row, None)

@@ -4,10 +4,14 @@ Owns the format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, vers
 little-endian) and the dequantization of the types in `BLOCKS`. Knows nothing of models: names and
 shapes are the file's. Invariant: every read is bounds-checked, so a truncated or broken file is
 one ModelLoadError and never a crash or a wrong tensor.
+
+Dequantization is bound by numpy's loops, so they run over whole arrays: sixteen nibbles as two
+64-bit words, scales repeated rather than broadcast (an inner loop of 32 costs more than it does).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import struct
@@ -19,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
+from .mapped import CHUNK_VALUES, forget_pages
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
-CHUNK_BLOCKS = 1 << 14  # blocks dequantized at once: temporaries stay in the cache
+LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {  # value type -> struct format
@@ -74,23 +79,39 @@ def _dequantize_bf16(blocks: Blocks, out: Floats) -> None:
 
 def _dequantize_q8_0(blocks: Blocks, out: Floats) -> None:
     """32 int8 times one float16 scale."""
-    np.multiply(blocks["q"], blocks["d"].astype(np.float32)[:, None], out=out, dtype=np.float32)
+    out[:] = blocks["q"]
+    flat = out.reshape(-1)
+    flat *= _spread(blocks["d"])
 
 
 def _dequantize_q4_0(blocks: Blocks, out: Floats) -> None:
     """32 values (0 .. 15) - 8, low nibbles first, times one float16 scale."""
-    out[:, :16] = blocks["q"] & 0x0F
-    out[:, 16:] = blocks["q"] >> 4
-    out -= np.float32(8)
-    out *= blocks["d"].astype(np.float32)[:, None]
+    flat = _unpack_nibbles(blocks["q"], out)
+    flat -= np.float32(8)
+    flat *= _spread(blocks["d"])
 
 
 def _dequantize_q4_1(blocks: Blocks, out: Floats) -> None:
     """32 values 0 .. 15, low nibbles first, times a float16 scale, plus a float16 minimum."""
-    out[:, :16] = blocks["q"] & 0x0F
-    out[:, 16:] = blocks["q"] >> 4
-    out *= blocks["d"].astype(np.float32)[:, None]
-    out += blocks["m"].astype(np.float32)[:, None]
+    flat = _unpack_nibbles(blocks["q"], out)
+    flat *= _spread(blocks["d"])
+    flat += _spread(blocks["m"])
+
+
+def _unpack_nibbles(words: NDArray[np.uint64], out: Floats) -> Floats:
+    """[n, 2] words of 16 nibbles each -> `out` [n, 32] as one array: low nibbles, then high."""
+    nibbles = np.empty((len(words), 4), np.uint64)
+    for half in (0, 1):
+        np.bitwise_and(words[:, half], LOW_NIBBLES, out=nibbles[:, half])
+        np.bitwise_and(words[:, half] >> np.uint64(4), LOW_NIBBLES, out=nibbles[:, 2 + half])
+    flat = out.reshape(-1)
+    np.copyto(flat, nibbles.view(np.uint8).reshape(-1))
+    return flat
+
+
+def _spread(scales: NDArray[np.float16]) -> Floats:
+    """A block's scale for each of its 32 values."""
+    return np.repeat(scales.astype(np.float32), 32)
 
 
 BLOCKS = {
@@ -98,9 +119,9 @@ BLOCKS = {
     "F16": BlockType(np.dtype("<f2"), 1, _dequantize_plain),
     "BF16": BlockType(np.dtype("<u2"), 1, _dequantize_bf16),
     "Q8_0": BlockType(np.dtype([("d", "<f2"), ("q", "i1", 32)]), 32, _dequantize_q8_0),
-    "Q4_0": BlockType(np.dtype([("d", "<f2"), ("q", "u1", 16)]), 32, _dequantize_q4_0),
+    "Q4_0": BlockType(np.dtype([("d", "<f2"), ("q", "<u8", 2)]), 32, _dequantize_q4_0),
     "Q4_1": BlockType(
-        np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]), 32, _dequantize_q4_1
+        np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "<u8", 2)]), 32, _dequantize_q4_1
     ),
 }
 
@@ -131,24 +152,55 @@ class GGUFFile:
 
     def read(self, name: str) -> Floats:
         """The tensor's values, dequantized to float32, in its shape."""
-        if self._data is None:
-            raise ValueError(f"{self.path} is closed")
         tensor = self.tensors[name]
-        block_type = BLOCKS[tensor.type]
-        num_blocks = tensor.num_bytes // block_type.dtype.itemsize
-        blocks = np.frombuffer(self._data, block_type.dtype, num_blocks, tensor.offset)
-        out = np.empty((num_blocks, block_type.size), np.float32)
-        with np.errstate(all="ignore"):  # an inf or NaN scale is the file's value, not our error
-            for start in range(0, num_blocks, CHUNK_BLOCKS):
-                chunk = slice(start, start + CHUNK_BLOCKS)
-                block_type.dequantize(blocks[chunk], out[chunk])
+        size = BLOCKS[tensor.type].size
+        out = np.empty((math.prod(tensor.shape) // size, size), np.float32)
+        for start in range(0, len(out), CHUNK_VALUES // size):
+            end = min(start + CHUNK_VALUES // size, len(out))
+            self._dequantize(tensor, start, out[start:end])
         return out.reshape(tensor.shape)
 
-    def close(self) -> None:
-        """Unmap the file; `metadata` and `tensors` stay."""
+    def read_rows(self, name: str, start: int, end: int) -> NDArray[Any]:
+        """Rows start .. end - 1 of the tensor's first dimension; a vector is read whole.
+
+        float32, or what is stored where numpy can view it: float16, bfloat16 as its uint16 bits.
+        A view is of the map: drop it before the file is closed.
+        """
+        tensor = self.tensors[name]
+        block_type = BLOCKS[tensor.type]
+        first, num_blocks = _block_range(tensor, start, end)
+        shape = (end - start, *tensor.shape[1:])
+        if block_type.size == 1:
+            return self._blocks(tensor, first, num_blocks).reshape(shape)
+        out = np.empty((num_blocks, block_type.size), np.float32)
+        self._dequantize(tensor, first, out)
+        return out.reshape(shape)
+
+    def forget_rows(self, name: str, start: int, end: int) -> None:
+        """Take the rows' pages off this process; they come back if they are read again."""
+        tensor = self.tensors[name]
+        first, num_blocks = _block_range(tensor, start, end)
         if self._data is not None:
-            self._data.close()
-            self._data = None
+            offset = tensor.offset + first * BLOCKS[tensor.type].dtype.itemsize
+            num_bytes = num_blocks * BLOCKS[tensor.type].dtype.itemsize
+            forget_pages(self._data, offset, offset + num_bytes)
+
+    def close(self) -> None:
+        """Unmap the file, once nothing views it; `metadata` and `tensors` stay."""
+        data, self._data = self._data, None
+        if data is not None:
+            with contextlib.suppress(BufferError):  # viewed: it goes with the last array
+                data.close()
+
+    def _dequantize(self, tensor: GGUFTensor, first_block: int, out: Floats) -> None:
+        with np.errstate(all="ignore"):  # an inf or NaN scale is the file's value, not our error
+            BLOCKS[tensor.type].dequantize(self._blocks(tensor, first_block, len(out)), out)
+
+    def _blocks(self, tensor: GGUFTensor, first: int, count: int) -> Blocks:
+        if self._data is None:
+            raise ValueError(f"{self.path} is closed")
+        dtype = BLOCKS[tensor.type].dtype
+        return np.frombuffer(self._data, dtype, count, tensor.offset + first * dtype.itemsize)
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", 32)
@@ -158,6 +210,15 @@ class GGUFFile:
                 f"got {alignment!r:.100}"
             )
         return alignment
+
+
+def _block_range(tensor: GGUFTensor, start: int, end: int) -> tuple[int, int]:
+    """(first, count) of the blocks that hold rows start .. end - 1."""
+    num_rows, *row_shape = tensor.shape
+    if not 0 <= start <= end <= num_rows or (not row_shape and end - start != num_rows):
+        raise ValueError(f"{tensor.name!r} of shape {list(tensor.shape)}: rows {start} to {end}")
+    row_values, size = math.prod(row_shape), BLOCKS[tensor.type].size
+    return start * row_values // size, (end - start) * row_values // size
 
 
 class _Cursor:
@@ -191,6 +252,24 @@ class _Cursor:
         except UnicodeDecodeError as exc:
             raise ModelLoadError(f"{self.path}: broken: {what} is not UTF-8 ({exc})") from exc
 
+    def strings(self, what: str, count: int) -> list[str]:
+        """As `string`, `count` times, without the calls: a vocabulary has 100,000 and more."""
+        data, position, size = self.data, self.position, len(self.data)
+        length_at = struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            start = position + 8
+            end = start + length_at(data, position)[0] if start <= size else start
+            if end > size:
+                break  # `string` says what is wrong
+            try:
+                found.append(data[start:end].decode())
+            except UnicodeDecodeError:
+                break
+            position = end
+        self.position = position
+        return found + [self.string(what) for _ in range(count - len(found))]
+
     def value(self, value_type: int, what: str, depth: int = 0) -> Any:
         if value_type == STRING:
             return self.string(what)
@@ -212,7 +291,7 @@ class _Cursor:
             # An item takes a byte at least, so a count past the end is caught before the loop.
             self.advance(0 if count <= len(self.data) else count, what)
             if item_type == STRING:
-                return [self.string(what) for _ in range(count)]
+                return self.strings(what, count)
             return [self.value(item_type, what, depth) for _ in range(count)]
         size = struct.calcsize(fmt)
         start = self.advance(count * size, what)

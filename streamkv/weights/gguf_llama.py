@@ -1,14 +1,14 @@
 """A llama-family GGUF file under Hugging Face names: config, tensor names and row order.
 
 Owns the translation that llama.cpp's converter made, backwards. The file format is gguf.py's; what
-the config means is models.ModelConfig's. Invariant: `config`, `shapes` and `read` answer as the
+the config means is models.ModelConfig's. Invariant: `config`, `shapes` and `chunks` answer as the
 Hugging Face folder the file was converted from would.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
 from .gguf import GGUFFile
+from .gguf_rope import FACTORS_TENSOR, rope_parameters
+from .mapped import ROW_MULTIPLE, row_ranges
 
 # config.json key -> metadata key after "llama."
 CONFIG_KEYS = {
@@ -29,13 +31,6 @@ CONFIG_KEYS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
-}
-# Metadata keys that scale rotary embeddings -> the values that mean they are plain. The factor
-# scales without a type too; scale_linear is what older converters called it.
-ROPE_SCALING: Mapping[str, tuple[object, ...]] = {
-    "llama.rope.scaling.type": ("none",),
-    "llama.rope.scaling.factor": (0, 1),
-    "llama.rope.scale_linear": (0, 1),
 }
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -53,6 +48,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+HEADS_REORDERED = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -62,19 +58,35 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
         _check_family(self._file)
-        self._names = {_huggingface_name(name, path): name for name in self._file.tensors}
+        self._names = {
+            _huggingface_name(name, path): name
+            for name in self._file.tensors
+            if name != FACTORS_TENSOR
+        }
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: self._file.tensors[own].shape for name, own in self._names.items()
         }
         self.config: Mapping[str, Any] = _config(self._file, self.shapes)
 
-    def read(self, name: str) -> NDArray[Any]:
-        values = self._file.read(self._names[name])
-        if ".q_proj." in name:
-            return _restore_row_order(values, self.config["num_attention_heads"])
-        if ".k_proj." in name:
-            return _restore_row_order(values, self.config["num_key_value_heads"])
-        return values
+    def chunks(self, name: str) -> Iterator[NDArray[Any]]:
+        own = self._names[name]
+        num_heads = self._num_reordered_heads(name)
+        num_rows = self.shapes[name][0]
+        whole_heads = num_rows // num_heads if num_heads else ROW_MULTIPLE
+        for start, end in row_ranges(self.shapes[name], whole_heads):
+            values = self._file.read_rows(own, start, end)
+            if num_heads:
+                values = _restore_row_order(values, (end - start) // whole_heads)
+            yield values
+            del values  # before its pages go
+            self._file.forget_rows(own, start, end)
+
+    def _num_reordered_heads(self, name: str) -> int:
+        """In how many heads the converter permuted rows; 0: in none."""
+        for projection, key in HEADS_REORDERED.items():
+            if projection in name:
+                return int(self.config[key])
+        return 0
 
     def close(self) -> None:
         self._file.close()
@@ -103,16 +115,6 @@ def _check_family(file: GGUFFile) -> None:
         raise ModelLoadError(
             f"{file.path}: expected general.architecture 'llama', got {architecture!r}"
         )
-    for key, plain in ROPE_SCALING.items():
-        if metadata.get(key, plain[0]) not in plain:
-            raise ModelLoadError(
-                f"{file.path}: scaled rotary embeddings are not supported "
-                f"({key} is {metadata[key]!r:.100})"
-            )
-    if "rope_freqs.weight" in file.tensors:
-        raise ModelLoadError(
-            f"{file.path}: scaled rotary embeddings are not supported (it has rope_freqs.weight)"
-        )
     if metadata.get("llama.expert_count", 0):
         raise ModelLoadError(f"{file.path}: mixture-of-experts models are not supported")
 
@@ -133,6 +135,7 @@ def _config(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         "tie_word_embeddings": "lm_head.weight" not in shapes,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in shapes,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
+        "rope_parameters": _rope_parameters(file),
     }
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     if isinstance(num_heads, int) and num_heads > 0 and isinstance(hidden_size, int):
@@ -144,6 +147,12 @@ def _config(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
                 f"{head_dim}, got {rotated!r}"
             )
     return config
+
+
+def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
+    has_factors = FACTORS_TENSOR in file.tensors
+    pair_factors = file.read(FACTORS_TENSOR) if has_factors else None
+    return rope_parameters(file.metadata, pair_factors, file.path)
 
 
 def _restore_row_order(values: NDArray[Any], num_heads: int) -> NDArray[Any]:

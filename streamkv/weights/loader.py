@@ -1,22 +1,22 @@
-"""From a checkpoint to the tensors of a model's parameters.
+"""From a checkpoint to the weights of a model's parameters, as the native kernels read them.
 
-Owns the choice of the format, the comparison of names and shapes, the cast and the fusion. Knows
-no architecture: it fills the `Parameter`s it is given. Invariant: every parameter is filled
-completely or ModelLoadError says which tensor was missing, unexpected or wrongly shaped, before
-any memory is taken; at most one checkpoint tensor is in memory besides the model.
+Owns the choice of the format, the comparison of names and shapes, and the packing (torch tensors
+are torch_loader.py's). Knows no architecture: it fills the `Parameter`s it is given. Invariant:
+every parameter is filled completely or ModelLoadError says which tensor was missing, unexpected or
+wrongly shaped, before any memory is taken; besides the model, each thread holds a few rows.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..errors import ModelLoadError
 from ..ops import Parameter
@@ -26,6 +26,9 @@ from .safetensors import HuggingFaceFolder
 
 # In checkpoints of older converters; computed from the config, so they carry nothing.
 HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+PackedWeights = dict[str, Any]  # by parameter: a matrix a PackedWeight, a vector float32 in numpy
 
 
 class WeightSource(Protocol):
@@ -39,8 +42,9 @@ class WeightSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor in the checkpoint."""
 
-    def read(self, name: str) -> NDArray[Any]:
-        """float32, float16, or bfloat16 as its uint16 bits."""
+    def chunks(self, name: str) -> Iterator[NDArray[Any]]:
+        """The tensor's rows from first to last, a few at a time: float32, float16, or bfloat16 as
+        its uint16 bits. Read a chunk before asking for the next; several threads may read."""
 
     def close(self) -> None:
         """Give the files back; nothing can be read after."""
@@ -53,42 +57,69 @@ def open_checkpoint(checkpoint: Checkpoint) -> WeightSource:
     return HuggingFaceFolder(checkpoint.path)
 
 
-def weight_bytes(parameters: Sequence[Parameter], dtype: torch.dtype) -> int:
-    """What the parameters take in memory."""
-    return sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
+def packed_bytes(parameters: Sequence[Parameter], dtype: str) -> int:
+    """What `load_packed` will take, but for what fills up panels."""
+    return sum(
+        math.prod(parameter.shape) * (ITEM_BYTES[dtype] if len(parameter.shape) == 2 else 4)
+        for parameter in parameters
+    )
 
 
-def load_parameters(
+def load_packed(
+    cpu: ModuleType,
     source: WeightSource,
     parameters: Sequence[Parameter],
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    num_threads: int,
     progress: Callable[[float], None],
-) -> dict[str, Tensor]:
-    """The tensors by parameter name. `progress` gets the fraction of bytes done, 0 to 1."""
-    _check_names_and_shapes(source, parameters)
-    total, done = weight_bytes(parameters, dtype), 0
-    weights: dict[str, Tensor] = {}
-    for parameter in parameters:
-        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
-        start = 0
-        for name, shape in parameter.parts:
-            tensor[start : start + shape[0]].copy_(_as_tensor(source.read(name)))
-            start += shape[0]
-        weights[parameter.name] = tensor
-        done += tensor.nbytes
-        progress(done / total)
-    return weights
+) -> PackedWeights:
+    """Matrices of `dtype` packed by `cpu`, the extension; vectors as float32 arrays.
+
+    `progress` gets the fraction done, 0 to 1; what it raises ends the loading.
+    """
+    check_names_and_shapes(source, parameters)
+    total, done = packed_bytes(parameters, dtype), 0
+    found: PackedWeights = {}
+    # The largest first, so that no thread is left with one at the end.
+    by_size = sorted(parameters, key=lambda parameter: -math.prod(parameter.shape))
+    with ThreadPoolExecutor(num_threads, "loading") as pool:
+        futures = {pool.submit(_fill, cpu, source, one, dtype): one for one in by_size}
+        try:
+            for future in as_completed(futures):
+                parameter = futures[future]
+                found[parameter.name] = future.result()
+                done += packed_bytes([parameter], dtype)
+                progress(done / total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return {parameter.name: found[parameter.name] for parameter in parameters}
 
 
-def _as_tensor(values: NDArray[Any]) -> Tensor:
+def _fill(cpu: ModuleType, source: WeightSource, parameter: Parameter, dtype: str) -> Any:
+    if len(parameter.shape) == 1:
+        values = [_widened(chunk) for name, _ in parameter.parts for chunk in source.chunks(name)]
+        return np.concatenate(values)
+    weight = cpu.PackedWeight(dtype, *parameter.shape, is_paired=parameter.is_paired)
+    first_output = 0
+    for name, _ in parameter.parts:
+        for chunk in source.chunks(name):
+            weight.pack(chunk, first_output)
+            first_output += len(chunk)
+            del chunk  # it may be a view of the map
+    return weight
+
+
+def _widened(values: NDArray[Any]) -> NDArray[np.float32]:
+    """A copy as float32."""
     if values.dtype == np.uint16:  # bfloat16 has no numpy type
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
 
 
-def _check_names_and_shapes(source: WeightSource, parameters: Sequence[Parameter]) -> None:
+def check_names_and_shapes(source: WeightSource, parameters: Sequence[Parameter]) -> None:
+    """Raise ModelLoadError unless the checkpoint has exactly the tensors of `parameters`."""
     expected = {name: shape for parameter in parameters for name, shape in parameter.parts}
     shapes = source.shapes
     missing = [name for name in expected if name not in shapes]

@@ -13,7 +13,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ModelLoadError
+from .mapped import forget_pages, row_ranges
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,13 +47,14 @@ class SafetensorsFile:
         _check_regular(path)
         try:
             with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as exc:  # ValueError: the file is empty
             raise ModelLoadError(f"{path}: cannot be read: {exc}") from exc
         self.tensors: dict[str, TensorInfo] = _read_header(path, self._data)
 
-    def read(self, name: str) -> NDArray[Any]:
-        """float32, float16, or bfloat16 as its uint16 bits; a view of the map, not a copy."""
+    def chunks(self, name: str) -> Iterator[NDArray[Any]]:
+        """A few rows at a time: float32, float16, or bfloat16 as its uint16 bits. Views of the
+        map wherever the file has aligned them."""
         info = self.tensors[name]
         dtype = DTYPES.get(info.dtype)
         if dtype is None:
@@ -60,8 +62,12 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name!r} has type {info.dtype}, which is not supported; "
                 f"supported: {', '.join(DTYPES)}"
             )
-        values = np.frombuffer(self._data, dtype, math.prod(info.shape), info.start)
-        return values.reshape(info.shape)
+        num_values = math.prod(info.shape)
+        values = np.frombuffer(self._data, dtype, num_values, info.start).reshape(info.shape)
+        row_bytes = values[:1].nbytes
+        for start, end in row_ranges(info.shape):
+            yield np.require(values[start:end], requirements="A")
+            forget_pages(self._data, info.start + start * row_bytes, info.start + end * row_bytes)
 
 
 class HuggingFaceFolder:
@@ -75,8 +81,8 @@ class HuggingFaceFolder:
             name: file.tensors[name].shape for name, file in self._files.items()
         }
 
-    def read(self, name: str) -> NDArray[Any]:
-        return self._files[name].read(name)
+    def chunks(self, name: str) -> Iterator[NDArray[Any]]:
+        return self._files[name].chunks(name)
 
     def close(self) -> None:
         """Forget the files; each map goes with the last array that views it."""

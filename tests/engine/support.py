@@ -27,6 +27,24 @@ NOT_ASCII_IDS = [
 ]
 
 
+class CountingLoop(asyncio.SelectorEventLoop):
+    """Counts its iterations, and its wake-ups by what others have made readable."""
+
+    num_iterations = 0
+    num_wakeups = 0
+
+    def _run_once(self) -> None:
+        self.num_iterations += 1
+        super()._run_once()
+
+    def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
+        def counted() -> None:
+            self.num_wakeups += 1
+            callback(*args)
+
+        super().add_reader(fd, counted)
+
+
 def run(main: Callable[[], Awaitable[Any]], *, loop_factory: Any = None) -> Any:
     """Run to the end on a new loop, or fail after the deadline."""
 

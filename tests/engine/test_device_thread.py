@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 
 import pytest
-from engine.support import run, until
+import uvloop
+from engine.support import CountingLoop, run, until
 
+from streamkv._cpu import Channel, KvCache, Team
+from streamkv._cpu import Runner as StepRunner
+from streamkv.engine import device_thread
 from streamkv.engine.device_thread import DeviceThread
 from streamkv.errors import EngineDeadError, ModelLoadError
 from streamkv.protocol import RunnerInfo, StepInput, StepOutput
@@ -58,22 +63,32 @@ class EchoRunner:
             raise self.crash
 
 
-class CountingLoop(asyncio.SelectorEventLoop):
-    """Counts the wake-ups that come from other threads."""
+class NativeEchoRunner(EchoRunner):
+    """The same without a model, from the extension: it answers in native code."""
 
-    num_wakeups = 0
+    def __init__(self) -> None:
+        super().__init__()
+        cache = KvCache("float32", 1, 1, 1, 1, 16)
+        self._runner = StepRunner(
+            None, Team(1), cache, 0, num_rows=1, max_model_len=1, vocab_size=1, max_tokens=1
+        )
 
-    def call_soon_threadsafe(self, callback, *args, context=None):
-        self.num_wakeups += 1
-        return super().call_soon_threadsafe(callback, *args, context=context)
+    def serve(self, channel: Channel, idle_timeout_s: float) -> bool:
+        self.threads.add(threading.get_ident())
+        return self._runner.serve(channel, idle_timeout_s)
+
+
+LOOPS = pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+RUNNERS = pytest.mark.parametrize("make_runner", [EchoRunner, NativeEchoRunner])
 
 
 def step(step_id: int) -> StepInput:
     return StepInput(step_id, b"", (), b"", b"")
 
 
-def test_steps_are_answered_in_order_with_one_wake_up_each_on_one_other_thread():
-    runner = EchoRunner()
+@RUNNERS
+def test_steps_are_answered_in_order_with_one_wake_up_each_on_one_other_thread(make_runner):
+    runner = make_runner()
 
     async def main() -> None:
         outputs: list[int] = []
@@ -83,18 +98,61 @@ def test_steps_are_answered_in_order_with_one_wake_up_each_on_one_other_thread()
         assert await device.loaded == INFO
         assert str(device.progress) == "loading weights 25 %"
         loop = asyncio.get_running_loop()
-        before = loop.num_wakeups
-        for step_id in range(100):
+        for step_id in range(50):
             device.submit(step(step_id))
-        await until(lambda: len(outputs) == 100)
-        assert outputs == list(range(100))
-        assert loop.num_wakeups - before == 100
+            await until(lambda: len(outputs) > step_id)  # noqa: B023 - awaited at once
+        assert loop.num_wakeups == 50
+        for step_id in range(50, 60):
+            device.submit(step(step_id))
+        await until(lambda: len(outputs) == 60)
+        assert outputs == list(range(60))
+        assert loop.num_wakeups <= 60
         await device.close()
         assert runner.closed
         assert len(runner.threads) == 1
         assert threading.get_ident() not in runner.threads
 
     run(main, loop_factory=CountingLoop)
+
+
+def test_more_steps_than_any_engine_sends_are_refused():
+    runner = EchoRunner()
+    runner.gate.clear()
+
+    async def main() -> None:
+        outputs: list[StepOutput] = []
+        device = DeviceThread(lambda progress: runner, outputs.append, name="device")
+        with pytest.raises(RuntimeError, match="at most 16 steps without an answer"):
+            for step_id in range(17):
+                device.submit(step(step_id))
+        runner.gate.set()
+        await until(lambda: len(outputs) == 16)
+        device.submit(step(17))
+        await until(lambda: len(outputs) == 17)
+        await device.close()
+
+    run(main)
+
+
+@LOOPS
+@RUNNERS
+def test_every_event_loop_and_runner_will_do(loop_factory, make_runner):
+    async def main() -> None:
+        outputs: list[StepOutput] = []
+        device = DeviceThread(lambda progress: make_runner(), outputs.append, name="device")
+        await device.loaded
+        for step_id in range(20):
+            device.submit(step(2 * step_id))
+            device.submit(step(2 * step_id + 1))
+            await until(lambda: len(outputs) == 2 * step_id + 2)  # noqa: B023 - awaited at once
+        assert [output.step_id for output in outputs] == list(range(40))
+        assert {output.error for output in outputs} == {""}
+        device.stop()
+        device.submit(step(40))
+        await device.close()
+        assert len(outputs) == 40
+
+    run(main, loop_factory=loop_factory)
 
 
 def test_an_exception_in_a_step_becomes_its_error_and_the_thread_goes_on():
@@ -178,18 +236,41 @@ def test_closing_during_a_step_drops_it_and_those_behind_it():
     run(main)
 
 
-def test_a_thread_whose_event_loop_is_gone_ends_and_can_be_closed_from_another():
-    runner = EchoRunner()
+@LOOPS
+@RUNNERS
+def test_a_thread_whose_event_loop_is_gone_can_be_closed_from_another(loop_factory, make_runner):
+    runner = make_runner()
     kept: list[DeviceThread] = []
 
     async def forget_to_close() -> None:
         device = DeviceThread(lambda progress: runner, lambda output: None, name="device")
         await device.loaded
+        device.submit(step(0))
         kept.append(device)
 
     async def close() -> None:
         await kept[0].close()
         assert runner.closed
 
-    run(forget_to_close)
-    run(close)
+    run(forget_to_close, loop_factory=loop_factory)
+    run(close, loop_factory=loop_factory)
+
+
+@LOOPS
+@RUNNERS
+def test_a_thread_whose_event_loop_is_gone_ends_by_itself(monkeypatch, loop_factory, make_runner):
+    monkeypatch.setattr(device_thread, "_EXIT_CHECK_S", 0.01)
+    runner = make_runner()
+    threads: list[threading.Thread] = []
+
+    async def forget_to_close() -> weakref.ref[DeviceThread]:
+        device = DeviceThread(lambda progress: runner, lambda output: None, name="device")
+        await device.loaded
+        threads.extend(one for one in threading.enumerate() if one.name == "device")
+        return weakref.ref(device)
+
+    forgotten = run(forget_to_close, loop_factory=loop_factory)
+    threads[0].join(20)
+    assert not threads[0].is_alive()
+    assert runner.closed
+    assert forgotten() is None

@@ -16,6 +16,7 @@ import pytest
 import uvloop
 from engine.support import (
     TOKENIZER,
+    CountingLoop,
     greedy,
     make_engine,
     make_runner,
@@ -177,21 +178,6 @@ def test_two_engines_serve_in_one_process():
     run(main)
 
 
-class CountingLoop(asyncio.SelectorEventLoop):
-    """Counts its iterations, and the wake-ups that come from other threads."""
-
-    num_iterations = 0
-    num_wakeups = 0
-
-    def _run_once(self) -> None:
-        self.num_iterations += 1
-        super()._run_once()
-
-    def call_soon_threadsafe(self, callback, *args, context=None):
-        self.num_wakeups += 1
-        return super().call_soon_threadsafe(callback, *args, context=context)
-
-
 def test_an_idle_engine_does_not_wake_the_loop():
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -217,7 +203,10 @@ def test_the_loop_is_woken_once_a_step_however_many_streams_there_are(async_sche
             streams = [engine.generate([i, 1], SamplingParams(max_tokens=20)) for i in range(40)]
             await asyncio.gather(*(stream.collect() for stream in streams))
             await until_idle(engine)
-            assert loop.num_wakeups - before == runner.num_steps < 40
+            num_wakeups = loop.num_wakeups - before
+            assert num_wakeups <= runner.num_steps < 40
+            if not async_scheduling:  # else two steps may share one
+                assert num_wakeups == runner.num_steps
 
     run(main, loop_factory=CountingLoop)
 

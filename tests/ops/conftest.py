@@ -1,4 +1,4 @@
-"""Every kernel table there is: plain torch, and the native one under each instruction set."""
+"""The native ops under each instruction set that this CPU runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ import pytest
 import torch
 
 from streamkv import _cpu
-from streamkv.ops import native
-from streamkv.ops.kernels import KernelTable
-from streamkv.ops.reference import REFERENCE
-
-NATIVE = [f"native-{isa}" for isa in _cpu.available_isas()]
 
 
 @pytest.fixture(autouse=True)
@@ -25,32 +20,20 @@ def seeded_on_one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture
-def reference() -> KernelTable:
-    return REFERENCE
-
-
-@pytest.fixture(params=NATIVE)
-def native_table(request: pytest.FixtureRequest) -> Iterator[KernelTable]:
-    yield from _native(request.param, num_threads=1)
-
-
-@pytest.fixture(params=["reference", *NATIVE])
-def kernels(request: pytest.FixtureRequest) -> Iterator[KernelTable]:
-    if request.param == "reference":
-        yield REFERENCE
-    else:
-        yield from _native(request.param, num_threads=2)
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-def _native(name: str, num_threads: int) -> Iterator[KernelTable]:
-    table = native.load(num_threads)
-    _cpu.set_isa(name.removeprefix("native-"))
-    yield table
+@pytest.fixture(params=_cpu.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set in use. Weights and caches are to be made inside the test."""
+    _cpu.set_isa(request.param)
+    yield request.param
     _cpu.set_isa(_cpu.available_isas()[0])
-    _cpu.set_num_threads(1)
+
+
+@pytest.fixture
+def team() -> _cpu.Team:
+    return _cpu.Team(2)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Of weights and caches."""
+    return request.param

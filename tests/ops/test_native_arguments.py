@@ -2,87 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from ops.paged import int32
+from ops.arrays import Array
 
-from streamkv.ops import AttentionShape, native
-from streamkv.ops.kernels import KernelTable
+from streamkv import _cpu
+from streamkv._cpu import ops
 
-SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
-W = SHAPE.qkv_width
-
-
-@pytest.fixture
-def table() -> KernelTable:
-    return native.load(1)
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
+W = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+STRIDED = np.zeros((16, 3), np.float32).T
 
 
-def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
+def x(*shape: int, dtype: Any = np.float32) -> Array:
+    return np.zeros(shape, dtype)
 
 
-def attention(**changes: Any) -> tuple[Any, ...]:
-    """Two rows: 3 queries of a context of 5, and 1 of 9; 2 layers, 3 blocks of 8 tokens."""
-    arguments: dict[str, Any] = {
-        "qkv": x(4, W),
-        "kv_cache": x(3, 2, 2, 2, 8, 16),
-        "query_start": int32([0, 3, 4]),
-        "context_lens": int32([5, 9]),
-        "block_tables": int32([0, 0, 1, 2]).view(2, 2),
-        "layer": 1,
-        "shape": SHAPE,
-        "scale": 0.25,
-    }
+def int32(values: Sequence[int]) -> Array:
+    return np.array(values, np.int32)
+
+
+def weight(num_outputs: int, depth: int, *, is_paired: bool = False) -> _cpu.PackedWeight:
+    return _cpu.PackedWeight("float32", num_outputs, depth, is_paired)
+
+
+def rotary(**changes: Any) -> tuple[Any, ...]:
+    arguments = {"qkv": x(1, W), "positions": int32([0]), "cos_sin": x(8, HEAD_DIM)}
+    arguments |= {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
     assert changes.keys() <= arguments.keys()
     return tuple((arguments | changes).values())
 
 
-NOT_CONTIGUOUS = torch.zeros(16, 3).T
-BAD_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
-    ("embedding", (int32([0, 7]), x(7, 4)), r"token_ids\[1\] .* less than 7, got 7"),
-    ("embedding", (int32([-1]), x(7, 4)), r"token_ids\[0\] .* got -1"),
-    ("embedding", (torch.tensor([0]), x(7, 4)), r"token_ids .* torch.int32, got torch.int64"),
-    ("embedding", (int32([0]), x(7, 4).half()), r"weight .* got torch.float16"),
-    ("embedding", (int32([0]), x(7)), r"weight expected 2 dimensions, got shape \[7\]"),
-    ("embedding", (int32([0]), NOT_CONTIGUOUS), r"weight .* contiguous"),
-    ("select_rows", (x(3, 4), int32([3])), r"rows\[0\] .* less than 3, got 3"),
-    ("select_rows", (x(3, 4), x(1)), r"rows .* torch.int32, got torch.float32"),
-    ("rms_norm", (x(3, 4), x(5), 1e-5), r"weight expected shape \[4\], got \[5\]"),
-    ("rms_norm", (x(3, 4), x(4).bfloat16(), 1e-5), r"weight .*float32, got torch.bfloat16"),
-    ("rms_norm", (NOT_CONTIGUOUS, x(16), 1e-5), r"x .* contiguous"),
-    ("rms_norm", (x(3, 4, dtype=torch.int32), x(4), 1e-5), r"x .* got torch.int32"),
-    ("rms_norm", (x(3, 4).to("meta"), x(4), 1e-5), r"x expected a CPU tensor, got one on meta"),
-    ("add_rms_norm", (x(3, 4), x(2, 4), x(4), 1e-5), r"residual expected shape \[3, 4\]"),
-    ("silu_mul", (x(2, 5),), r"gate_up expected an even width, got 5"),
-    ("rotary", (x(1, W), int32([8]), x(8, 16), SHAPE), r"positions\[0\] .* less than 8, got 8"),
-    ("rotary", (x(1, W), int32([-1]), x(8, 16), SHAPE), r"positions\[0\] .* got -1"),
-    ("rotary", (x(1, W), int32([0]), x(8, 8), SHAPE), r"cos_sin expected shape \[8, 16\]"),
-    ("rotary", (x(1, W - 16), int32([0]), x(8, 16), SHAPE), r"qkv expected shape \[1, 128\]"),
-    ("store_kv", (x(1, W), x(3, 2, 2, 2, 8, 16), int32([24]), 0, SHAPE), r"slots\[0\] .* 24"),
-    ("store_kv", (x(1, W), x(3, 2, 2, 2, 8, 16), int32([-1]), 0, SHAPE), r"slots\[0\] .* -1"),
-    ("store_kv", (x(1, W), x(3, 2, 2, 2, 8, 16), int32([0]), 2, SHAPE), r"layer .* 0 to 1, got 2"),
-    ("store_kv", (x(1, W), x(3, 2, 2, 4, 8, 16), int32([0]), 0, SHAPE), r"kv_cache .* shape"),
-    ("paged_attention", attention(kv_cache=x(3, 2, 2, 2, 8, 16).bfloat16()), r"kv_cache .* dtype"),
-    ("paged_attention", attention(layer=-1), r"layer expected 0 to 1, got -1"),
-    ("paged_attention", attention(query_start=int32([0, 4])), r"query_start expected shape \[3\]"),
-    ("paged_attention", attention(query_start=int32([1, 3, 4])), r"query_start\[0\] expected 0"),
-    ("paged_attention", attention(query_start=int32([0, 5, 4])), r"query_start\[2\] .* got 4"),
-    ("paged_attention", attention(query_start=int32([0, 3, 5])), r"query_start\[2\] .* got 5"),
-    ("paged_attention", attention(context_lens=int32([2, 9])), r"context_lens\[0\] .* got 2"),
-    ("paged_attention", attention(context_lens=int32([5, 17])), r"context_lens\[1\] .* got 17"),
+BAD_CALLS: list[tuple[str, Callable[[], tuple[Any, ...]], str]] = [
+    ("embedding", lambda: (int32([0, 7]), weight(7, 4)), r"token_ids: .* 0 to 6, got 7 at 1"),
+    ("embedding", lambda: (int32([-1]), weight(7, 4)), r"token_ids: .* got -1 at 0"),
     (
-        "paged_attention",
-        attention(block_tables=int32([0, 0, 1, 3]).view(2, 2)),
-        r"block_tables expected ids of the 3 blocks .* row 1",
+        "embedding",
+        lambda: (np.array([0]), weight(7, 4)),
+        r"token_ids: .*int32 \[any\], got int64 \[1\]",
+    ),
+    ("select_rows", lambda: (x(3, 4), int32([3])), r"rows: .* 0 to 2, got 3 at 0"),
+    ("select_rows", lambda: (x(3, 4), x(1)), r"rows: expected int32 \[any\], got float32 \[1\]"),
+    (
+        "select_rows",
+        lambda: (x(3), int32([0])),
+        r"x: expected float32 \[any, any\], got float32 \[3\]",
+    ),
+    ("rms_norm", lambda: (x(3, 4), x(5), 1e-5, "float32"), r"weight: .* \[4\], got float32 \[5\]"),
+    (
+        "rms_norm",
+        lambda: (x(3, 4, dtype="e"), x(4), 1e-5, "float32"),
+        r"x: .* got float16 \[3, 4\]",
+    ),
+    ("rms_norm", lambda: (STRIDED, x(16), 1e-5, "float32"), r"x: expected a C-contiguous array"),
+    ("rms_norm", lambda: (x(3, 4), x(4), 1e-5, "float16"), r"out_dtype: .* got 'float16'"),
+    (
+        "linear",
+        lambda: (x(3, 5), weight(8, 4)),
+        r"x: expected float32 \[any, 4\], got float32 \[3, 5\]",
     ),
     (
-        "paged_attention",
-        attention(block_tables=int32([-1, 0, 1, 2]).view(2, 2)),
-        r"block_tables expected ids of the 3 blocks .* row 0",
+        "linear",
+        lambda: (x(3, 4, dtype=np.uint16), weight(8, 4)),
+        r"x: expected float32.*, got uint16",
     ),
+    ("linear", lambda: (x(4, 3).T, weight(8, 4)), r"x: expected a C-contiguous array"),
+    (
+        "linear",
+        lambda: (x(3, 4), weight(8, 4), x(7)),
+        r"bias: expected float32 \[8\], got .* \[7\]",
+    ),
+    (
+        "linear",
+        lambda: (x(3, 4), weight(8, 4), None, x(3, 4)),
+        r"residual: expected float32 \[3, 8\]",
+    ),
+    (
+        "linear",
+        lambda: (x(3, 4), weight(8, 4, is_paired=True)),
+        r"weight: expected one .* not paired",
+    ),
+    ("linear_silu_mul", lambda: (x(3, 4), weight(8, 4)), r"weight: expected a paired one"),
+    ("linear_silu_mul", lambda: (x(3, 4), weight(8, 4, is_paired=True), x(4)), r"bias: .* \[8\]"),
+    ("rotary", lambda: rotary(positions=int32([8])), r"positions: .* 0 to 7, got 8 at 0"),
+    ("rotary", lambda: rotary(positions=int32([-1])), r"positions: .* got -1 at 0"),
+    (
+        "rotary",
+        lambda: rotary(positions=int32([1, 2])),
+        r"positions: expected int32 \[1\], got .* \[2\]",
+    ),
+    ("rotary", lambda: rotary(cos_sin=x(8, 8)), r"qkv: expected float32 \[any, 64\]"),
+    ("rotary", lambda: rotary(cos_sin=x(8, 7)), r"cos_sin: expected an even number .* got 7"),
+    ("rotary", lambda: rotary(num_heads=0), r"num_heads: expected at least 1 .* got 0 and 2"),
 ]
 
 
@@ -90,30 +104,7 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], str]] = [
     ("op", "arguments", "message"), BAD_CALLS, ids=[f"{op}-{text}" for op, _, text in BAD_CALLS]
 )
 def test_a_bad_argument_is_an_error_that_names_it(
-    table: KernelTable, op: str, arguments: tuple[Any, ...], message: str
+    op: str, arguments: Callable[[], tuple[Any, ...]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{op}: {message}"):
-        getattr(table, op)(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        (AttentionShape(4, 2, 24), "head_dim expected a multiple of 16 up to 256, got 24"),
-        (AttentionShape(4, 2, 272), "head_dim expected a multiple of 16 up to 256, got 272"),
-        (AttentionShape(5, 2, 16), "num_heads expected .* got 5"),
-        (AttentionShape(130, 1, 16), "num_heads expected .* got 130"),
-    ],
-    ids=str,
-)
-def test_heads_that_attention_does_not_do_are_an_error(
-    table: KernelTable, shape: AttentionShape, message: str
-) -> None:
-    cache = x(3, 2, 2, shape.num_kv_heads, 8, shape.head_dim)
-    with pytest.raises(ValueError, match=message):
-        table.paged_attention(*attention(qkv=x(4, shape.qkv_width), kv_cache=cache, shape=shape))
-
-
-def test_unused_entries_of_a_block_table_may_hold_anything(table: KernelTable) -> None:
-    block_tables = int32([0, 99, 1, 2]).view(2, 2)
-    assert table.paged_attention(*attention(block_tables=block_tables)).shape == (4, 64)
+        getattr(ops, op)(_cpu.Team(1), *arguments())

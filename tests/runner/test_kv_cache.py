@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.runner.kv_cache import (
     MemoryBudget,
+    MemoryShare,
     available_memory_bytes,
     format_bytes,
     plan_kv_cache,
@@ -120,6 +121,24 @@ def test_a_budget_is_shared_by_name():
     assert budget.free_bytes == 500
 
 
+def test_a_share_is_of_the_budget_it_was_given_or_of_what_is_available():
+    config = EngineConfig(model="m", gpu_memory_utilization=0.5)
+    own = MemoryShare(config, None)
+    own.measure(lambda: 2000)
+    own.reserve("weights", 600)
+    assert own.free_bytes == 400
+    budget = MemoryBudget(1000)
+    given = MemoryShare(config, budget)
+    given.measure(lambda: 10**9)
+    given.reserve("weights", 600)
+    with pytest.raises(ConfigError, match="m KV cache: 500 bytes needed"):
+        given.reserve("KV cache", 500)
+    assert given.free_bytes == budget.free_bytes == 400
+    for _ in range(2):
+        given.release()
+        assert budget.free_bytes == 1000
+
+
 def write(folder: Path, **files: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -163,4 +182,3 @@ def test_available_memory_reads_version_1_and_a_path_seen_from_outside(tmp_path)
 
 def test_this_machine_has_memory():
     assert 0 < available_memory_bytes() < 1 << 50
-    assert available_memory_bytes(torch.device("cpu")) > 0

@@ -18,8 +18,12 @@ from transformers import LlamaForCausalLM
 
 from streamkv.errors import ModelLoadError
 from streamkv.models import ModelConfig, build_model
+from streamkv.models.rope import LinearScaling, NoScaling, PairScaling
+from streamkv.ops.extension import load_extension
+from streamkv.weights import mapped
 from streamkv.weights.hub import Checkpoint
-from streamkv.weights.loader import load_parameters, open_checkpoint, weight_bytes
+from streamkv.weights.loader import load_packed, open_checkpoint, packed_bytes
+from streamkv.weights.torch_loader import load_parameters, weight_bytes
 
 CPU = torch.device("cpu")
 
@@ -107,26 +111,126 @@ def test_fused_weights_hold_their_parts_in_order(tmp_path):
     assert torch.equal(weights["model.layers.1.mlp.gate_up_proj.weight"], torch.cat(parts))
 
 
-def test_one_tensor_at_a_time_is_in_memory_besides_the_model(tmp_path):
-    class Watched:
-        """A source that knows whether what it gave out is still alive."""
+class Watched:
+    """A source that knows whether what it gave out is still alive."""
 
-        def __init__(self, source):
-            self.source, self.config, self.shapes = source, source.config, source.shapes
-            self.given: list[weakref.ref] = []
+    def __init__(self, source):
+        self.source, self.config, self.shapes = source, source.config, source.shapes
+        self.given: list[weakref.ref] = []
 
-        def read(self, name):
-            assert not any(reference() is not None for reference in self.given), name
-            values = self.source.read(name).copy()
-            self.given.append(weakref.ref(values))
-            return values
+    def chunks(self, name):
+        for values in self.source.chunks(name):
+            chunk = values.copy()
+            del values
+            self.given.append(weakref.ref(chunk))
+            yield chunk
+            del chunk
+            assert self.given[-1]() is None, name
 
-    source = Watched(open_checkpoint(Checkpoint(save_tiny_checkpoint(tmp_path), "huggingface")))
+
+def test_a_few_rows_at_a_time_are_in_memory_besides_the_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped, "CHUNK_VALUES", 64 * 32)
+    folder = save_tiny_checkpoint(tmp_path)
+    source = Watched(open_checkpoint(Checkpoint(folder, "huggingface")))
     parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
     load_parameters(
         source, parameters, dtype=torch.bfloat16, device=CPU, progress=lambda fraction: None
     )
-    assert len(source.given) == len(source.shapes)
+    assert len(source.given) == len(source.shapes) + 5  # the embedding of 339 rows came in six
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "gguf"])
+def test_tensors_read_in_chunks_are_those_read_at_once(tmp_path, monkeypatch, kind):
+    """GGUF's row order is restored head by head, whatever a chunk is."""
+    folder = save_tiny_checkpoint(tmp_path, head_dim=12, attention_bias=True)
+    path = save_gguf(folder, tmp_path / "model.gguf") if kind == "gguf" else folder
+    expected = load(path)
+    monkeypatch.setattr(mapped, "CHUNK_VALUES", 1)
+    monkeypatch.setattr(mapped.row_ranges, "__defaults__", (5,))
+    assert_equal(load(path), expected)
+    assert_equal(expected, load(folder))
+
+
+def unpacked(path: Path, dtype: str, num_threads: int) -> dict[str, torch.Tensor]:
+    """What the kernels' weights hold."""
+    source = open_checkpoint(Checkpoint(path, "gguf" if path.suffix == ".gguf" else "huggingface"))
+    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
+    fractions: list[float] = []
+    weights = load_packed(
+        load_extension(),
+        source,
+        parameters,
+        dtype=dtype,
+        num_threads=num_threads,
+        progress=fractions.append,
+    )
+    source.close()
+    assert fractions == sorted(fractions) and fractions[-1] == 1
+    assert [*weights] == [parameter.name for parameter in parameters]
+    found, num_bytes = {}, 0
+    for parameter in parameters:
+        weight = weights[parameter.name]
+        if len(parameter.shape) == 1:
+            assert weight.dtype == np.float32 and weight.flags.owndata
+            found[parameter.name], num_bytes = torch.from_numpy(weight), num_bytes + weight.nbytes
+        else:
+            assert (weight.dtype, weight.is_paired) == (dtype, parameter.is_paired)
+            values = weight.unpack(0, weight.num_outputs)
+            found[parameter.name] = torch.from_numpy(values)
+            num_bytes += weight.num_bytes
+    assert num_bytes >= packed_bytes(parameters, dtype) > 0.5 * num_bytes
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_weights_hold_the_tensors_rounded_once(tmp_path, dtype, stored):
+    folder = save_tiny_checkpoint(tmp_path, mlp_bias=True, tie_word_embeddings=False)
+    change_tensors(
+        folder, lambda tensors: tensors.update({k: v.to(stored) for k, v in tensors.items()})
+    )
+    expected = load(folder)
+    rounded = {
+        name: tensor.to(getattr(torch, dtype)).float() if tensor.ndim == 2 else tensor
+        for name, tensor in expected.items()
+    }
+    assert_equal(unpacked(folder, dtype, 1), rounded)
+    assert_equal(unpacked(folder, dtype, 3), rounded)
+
+
+def test_packed_weights_of_a_gguf_file_are_those_of_the_folder(tmp_path, monkeypatch):
+    folder = save_tiny_checkpoint(tmp_path, attention_bias=True)
+    path = save_gguf(folder, tmp_path / "model.gguf")
+    monkeypatch.setattr(mapped, "CHUNK_VALUES", 1000)
+    assert_equal(unpacked(path, "float32", 2), load(folder))
+
+
+def test_packing_stops_when_nobody_waits_for_it(tmp_path):
+    class Stopped(Exception):
+        pass
+
+    def stop(fraction):
+        raise Stopped
+
+    source = open_checkpoint(Checkpoint(save_tiny_checkpoint(tmp_path), "huggingface"))
+    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
+    with pytest.raises(Stopped):
+        load_packed(
+            load_extension(), source, parameters, dtype="float32", num_threads=2, progress=stop
+        )
+
+
+def test_tensors_that_the_file_has_not_aligned_are_read(tmp_path):
+    """The format asks for no alignment: here the data begins at an odd offset."""
+    folder = save_tiny_checkpoint(tmp_path)
+    expected = load(folder)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    (header_bytes,) = struct.unpack_from("<Q", whole)
+    padded = struct.pack("<Q", header_bytes + 1) + whole[8 : 8 + header_bytes] + b" "
+    path.write_bytes(padded + whole[8 + header_bytes :])
+    assert_equal(load(folder), expected)
+    assert_equal(unpacked(folder, "float32", 2), expected)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
@@ -198,7 +302,7 @@ def test_a_gguf_file_loads_as_the_folder_it_was_made_from(tmp_path, fields):
     ]
     eps = np.float32(configs[1].rms_norm_eps).item()  # GGUF stores it in 32 bits
     assert configs[0].rms_norm_eps == eps
-    assert configs[0].rope_theta == configs[1].rope_theta
+    assert configs[0].rope == configs[1].rope
     assert configs[0].num_key_value_heads == configs[1].num_key_value_heads == 2
 
 
@@ -317,11 +421,9 @@ def test_a_broken_folder_is_refused_by_file(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama__rope__scaling__type": "yarn"}, "'yarn'"),
-        ({"llama__rope__scaling__factor": 8.0}, "llama.rope.scaling.factor is 8.0"),
-        ({"llama__rope__scaling__factor": "1"}, "llama.rope.scaling.factor is '1'"),
-        ({"llama__rope__scale_linear": 4.0}, "llama.rope.scale_linear is 4.0"),
-        ({"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}}, "rope_freqs.weight"),
+        ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
+        ({"llama__rope__scaling__factor": "1"}, "expected factor to be a"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "llama.rope.scaling.attn_factor is 2.0"),
         ({"tensors": {"model.norm.weight": np.ones(32, np.float32)}}, "'model.norm.weight'"),
         ({"tensors": {"blk.00.attn_norm.weight": np.ones(32, np.float32)}}, "layers.00."),
         ({"tensors": {"a\x1b\n": np.ones(4, np.float32)}}, r"'a\x1b\n' is unexpected"),
@@ -343,7 +445,28 @@ def test_gguf_variants_of_llama_are_refused(tmp_path, metadata, message):
 )
 def test_gguf_rotary_embeddings_that_are_said_to_be_plain_are(tmp_path, metadata):
     folder = save_tiny_checkpoint(tmp_path)
-    assert_equal(load(save_gguf(folder, tmp_path / "model.gguf", **metadata)), load(folder))
+    path = save_gguf(folder, tmp_path / "model.gguf", **metadata)
+    assert_equal(load(path), load(folder))
+    config = open_checkpoint(Checkpoint(path, "gguf")).config
+    assert ModelConfig.from_dict(config).rope.scaling == NoScaling()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"llama__rope__scaling__factor": 8.0}, LinearScaling(8.0)),
+        (
+            {"tensors": {"rope_freqs.weight": np.array([1, 2, 4, 8], np.float32)}},
+            PairScaling((1.0, 2.0, 4.0, 8.0), 1.0),
+        ),
+    ],
+)
+def test_gguf_rotary_embeddings_that_are_scaled_are_read(tmp_path, metadata, scaling):
+    folder = save_tiny_checkpoint(tmp_path)
+    path = save_gguf(folder, tmp_path / "model.gguf", **metadata)
+    assert_equal(load(path), load(folder))
+    config = open_checkpoint(Checkpoint(path, "gguf")).config
+    assert ModelConfig.from_dict(config).rope.scaling == scaling
 
 
 def test_gguf_files_of_other_families_or_without_facts_are_refused(tmp_path):

@@ -7,43 +7,49 @@
 #include <stdexcept>
 #include <string>
 
-#include "streamkv/cpu_kernels.h"
+#include "streamkv/kernels.h"
 
 namespace streamkv {
 
 #if defined(__x86_64__)
-extern const CpuKernels kKernels_baseline, kKernels_avx2, kKernels_avx512;
+extern const Kernels kKernels_baseline, kKernels_avx2, kKernels_avx512, kKernels_avx512_bf16;
 #else
-extern const CpuKernels kKernels_baseline;
+extern const Kernels kKernels_neon;
 #endif
 
 namespace {
 
 struct Candidate {
-  const CpuKernels* kernels;
+  const Kernels* kernels;
   bool runs_here;
 };
 
-constexpr int kMaxCandidates = 3;
+constexpr int kMaxCandidates = 5;
 
-// Best first. __builtin_cpu_supports also knows whether the OS saves the registers.
+// Best first. __builtin_cpu_supports also knows whether the OS saves the registers. Products of
+// bfloat16 pairs run at twice the rate of float32's on AMD's cores, at half of it on Intel's.
 int list_candidates(Candidate out[kMaxCandidates]) {
   int count = 0;
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool prefers_bf16 = avx512_bf16 && __builtin_cpu_is("amd");
+  out[count++] = {&kKernels_avx512_bf16, prefers_bf16};
   out[count++] = {&kKernels_avx512, avx512};
+  out[count++] = {&kKernels_avx512_bf16, avx512_bf16 && !prefers_bf16};
   out[count++] = {&kKernels_avx2, avx2};
   out[count++] = {&kKernels_baseline, __builtin_cpu_supports("sse4.2") != 0};
 #else
-  out[count++] = {&kKernels_baseline, true};
+  out[count++] = {&kKernels_neon, true};
 #endif
   return count;
 }
 
-std::atomic<const CpuKernels*> chosen{nullptr};
+std::atomic<const Kernels*> chosen{nullptr};
 
 }  // namespace
 
@@ -62,7 +68,7 @@ const char* available_isa(int index) {
   throw std::runtime_error("the CPU kernels need SSE4.2, which this CPU does not have");
 }
 
-void set_cpu_isa(const char* name) {
+void set_isa(const char* name) {
   Candidate candidates[kMaxCandidates];
   std::string names;
   for (int i = 0, count = list_candidates(candidates); i < count; ++i) {
@@ -78,8 +84,8 @@ void set_cpu_isa(const char* name) {
                               "), got '" + name + "'");
 }
 
-const CpuKernels& cpu_kernels() {
-  if (chosen.load(std::memory_order_acquire) == nullptr) set_cpu_isa(available_isa(0));
+const Kernels& kernels() {
+  if (chosen.load(std::memory_order_acquire) == nullptr) set_isa(available_isa(0));
   return *chosen.load(std::memory_order_acquire);
 }
 

@@ -1,0 +1,25 @@
+// A kernel with its arguments, as a phase that a team can run.
+#pragma once
+
+#include "streamkv/kernels.h"
+#include "streamkv/team.h"
+
+namespace streamkv {
+
+template <class Args>
+struct BoundKernel {
+  Kernel<Args> kernel;
+  Args args;
+
+  // This object must outlive the phase.
+  Phase phase(int num_threads) const {
+    return {kernel.num_items(args, num_threads),
+            [](const void* self, int64_t item, void* scratch) {
+              const auto& bound = *static_cast<const BoundKernel*>(self);
+              bound.kernel.run(bound.args, item, scratch);
+            },
+            this};
+  }
+};
+
+}  // namespace streamkv

@@ -1,0 +1,191 @@
+// The kernels that depend on the instruction set, the arguments they take, and the table of them.
+//
+// Plain data only: this header is seen by files compiled for different instruction sets, so it
+// holds no inline function that the linker could take from the wrong one. Kernels check nothing
+// (whoever built a program did), allocate nothing and know no threads.
+//
+// A kernel cuts its work into items. `num_items` says into how many, for so many threads; `run`
+// does one. Items are independent, may run at once and in any order, and no bit of a result depends
+// on how the work was cut: each output has one accumulator, filled in a fixed order.
+//
+// Activations are float32, but for the left sides of matrix products ("inputs"), which have the
+// type that the table's products take: float32 where weights are widened in flight, bfloat16 where
+// there is an instruction for products of bfloat16.
+#pragma once
+
+#include <stdint.h>
+
+#include "streamkv/batch.h"
+
+namespace streamkv {
+
+enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // float16: sources only
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kPartition = 64;  // tokens of context whose softmax is computed on its own
+constexpr int64_t kScratchBytes = 1 << 20;  // each thread's, 64-byte aligned, contents undefined
+
+// A matrix [num_outputs, depth] as products read it: panels of `Kernels::panel` outputs, the last
+// one filled up with zeros; in a panel depth runs slowest, in pairs for bfloat16. `is_paired`: the
+// first half of the outputs are gates, the second half what they gate, and panels alternate between
+// them, so that a gate and its partner are computed by one item.
+struct PackedWeight {
+  const void* data;     // 64-byte aligned
+  Dtype dtype;          // kFloat32 or kBFloat16
+  int64_t num_outputs;  // N
+  int64_t depth;        // K, even
+  bool is_paired;
+};
+
+struct PackArgs {
+  PackedWeight weight;   // where to; `data` is written
+  const void* source;    // [num_rows, depth], dense
+  Dtype source_dtype;    // any
+  int64_t first_output;  // of the matrix, gates first if paired
+  int64_t num_rows;
+};
+
+struct EmbeddingArgs {
+  const int32_t* token_ids;  // [num_tokens]
+  PackedWeight weight;       // [vocab, hidden], packed for products: a tied head needs no copy
+  float* out;                // [num_tokens, hidden]
+  int64_t num_tokens;
+};
+
+struct RmsNormArgs {
+  const float* x;       // [num_rows, hidden]
+  const float* weight;  // [hidden]
+  void* out;            // [num_rows, hidden] inputs
+  Dtype out_dtype;
+  int64_t num_rows;
+  int64_t hidden;
+  float eps;
+};
+
+// out = x @ weight.T + bias + residual, or silu(gate) * up of that.
+struct MatmulArgs {
+  const void* x;          // [num_rows, depth] inputs
+  PackedWeight weight;
+  const float* bias;      // [num_outputs] or null
+  const float* residual;  // [num_rows, num_outputs] or null; may be `out`
+  void* out;              // float [num_rows, num_outputs]; paired: inputs [num_rows, num_outputs / 2]
+  int64_t num_rows;
+};
+
+struct RotaryArgs {
+  const float* qkv;          // [num_tokens, (num_rotated + num_copied) * head_dim]
+  const int32_t* positions;  // [num_tokens]
+  const float* cos_sin;      // [max_positions, head_dim]: head_dim / 2 cosines, then sines
+  float* out;                // as qkv; may be qkv
+  int64_t num_tokens;
+  int64_t num_rotated;  // Q and K heads
+  int64_t num_copied;   // V heads
+  int64_t head_dim;
+};
+
+// One layer of the KV cache. A block holds all layers: [layer, 2, num_kv_heads, block_size *
+// head_dim]; how the last dimension is laid out is up to store_kv and attention (attention.h).
+struct KvLayer {
+  void* data;   // this layer's part of block 0
+  Dtype dtype;  // kFloat32 or kBFloat16
+  int64_t block_stride_bytes;
+  int64_t num_blocks;
+  int64_t block_size;
+  int64_t num_kv_heads;
+  int64_t head_dim;  // a multiple of 16 up to kMaxHeadDim
+};
+
+struct StoreKvArgs {
+  const float* qkv;      // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+  const int32_t* slots;  // [num_tokens]
+  KvLayer cache;
+  int64_t num_tokens;
+  int64_t num_heads;
+};
+
+struct AttentionPlan;  // attention_plan.h: the items of a step, the same for each of its layers
+
+struct AttentionArgs {
+  const float* qkv;  // as above; only Q is read, K and V were stored
+  KvLayer cache;
+  const Batch* batch;
+  const AttentionPlan* plan;
+  void* out;  // [num_tokens, num_heads * head_dim] inputs
+  Dtype out_dtype;
+  int64_t num_heads;
+  float scale;
+};
+
+struct SelectRowsArgs {
+  const float* x;       // [?, width]
+  const int32_t* rows;  // [num_rows]
+  float* out;           // [num_rows, width]
+  int64_t num_rows;
+  int64_t width;
+};
+
+template <class Args>
+struct Kernel {
+  int64_t (*num_items)(const Args& args, int num_threads);
+  void (*run)(const Args& args, int64_t item, void* scratch);
+};
+
+// Loops over the vocabulary that sampling is made of (sampler.cpp decides, these compute).
+// n is any length; pointers are 4-byte aligned.
+struct SamplingKernels {
+  // The first index of the greatest value; a NaN or +infinity anywhere gives -1, as do only -inf.
+  int64_t (*argmax)(const float* x, int64_t n);
+  // Sum over i of exp((x[i] - shift) * factor), in the order that the width gives. factor > 0,
+  // x[i] <= shift.
+  double (*sum_exp)(const float* x, int64_t n, float shift, float factor);
+  // How many are >= threshold.
+  int64_t (*count_at_least)(const float* x, int64_t n, float threshold);
+  // Indices (ascending) and values of those >= threshold, at most `capacity`; returns how many.
+  int64_t (*collect_at_least)(const float* x, int64_t n, float threshold, int32_t* indices,
+                              float* values, int64_t capacity);
+  // Those in [low, high), in their order; returns how many. `values` has room for n, is not x.
+  int64_t (*collect_between)(const float* x, int64_t n, float low, float high, float* values);
+  // Cuts x, which has no NaN, into groups of at most `size` each and gives the greatest of each,
+  // -infinity for an empty one; returns how many. `maxima` has room for n / size + 32.
+  int64_t (*group_maxima)(const float* x, int64_t n, int64_t size, float* maxima);
+};
+
+// Loops that do the most a thread can, for benchmarks. `out` has room for a vector (64 bytes), and
+// out[0] holds 1.
+struct PeakKernels {
+  // Multiply-adds of float32 on registers; returns how many operations it did.
+  int64_t (*fma)(int64_t num_rounds, float* out);
+  // The same of bfloat16 dot products; null where there is no instruction.
+  int64_t (*bf16_dot)(int64_t num_rounds, float* out);
+  // Reads 64-byte aligned data, a multiple of 512 bytes, prefetching so far ahead (0: not at all).
+  void (*read)(const void* data, int64_t num_bytes, int64_t ahead_bytes, float* out);
+};
+
+struct Kernels {
+  const char* isa;      // "baseline", "avx2", "avx512", "avx512_bf16", "neon"
+  int64_t panel;        // outputs in a panel of a packed weight
+  Dtype bf16_inputs;    // what the left side of a product with bfloat16 weights is
+  int64_t (*packed_bytes)(const PackedWeight& weight);  // of `data`
+  void (*pack)(const PackArgs& args);
+  // Rows [first_output, + num_rows) as float32 [num_rows, depth]; the inverse of pack.
+  void (*unpack)(const PackedWeight& weight, int64_t first_output, int64_t num_rows, float* out);
+
+  Kernel<EmbeddingArgs> embedding;
+  Kernel<RmsNormArgs> rms_norm;
+  Kernel<MatmulArgs> matmul;
+  Kernel<RotaryArgs> rotary;
+  Kernel<StoreKvArgs> store_kv;
+  Kernel<AttentionArgs> attention;
+  Kernel<SelectRowsArgs> select_rows;
+  SamplingKernels sampling;
+  PeakKernels peaks;
+};
+
+// The table in use, and the choice of another by name; see dispatch.cpp. Weights and caches belong
+// to the table that packed them: choose before loading.
+const Kernels& kernels();
+void set_isa(const char* name);
+int num_available_isas();
+const char* available_isa(int index);  // best first
+
+}  // namespace streamkv

@@ -1,0 +1,71 @@
+// Runner: takes a step as bytes, runs the program, samples, gives the output back as bytes.
+//
+// Owns the rows and nothing else. Used by one thread. No step throws: what goes wrong is `error` in
+// its output, and the rows are then as the next step expects them.
+#pragma once
+
+#include <stdint.h>
+
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <string_view>
+
+#include "streamkv/batch_arrays.h"
+#include "streamkv/channel.h"
+#include "streamkv/kv_cache.h"
+#include "streamkv/program.h"
+#include "streamkv/rows.h"
+#include "streamkv/step.h"
+#include "streamkv/team.h"
+
+namespace streamkv {
+
+struct RunnerLimits {
+  int64_t num_rows;
+  int64_t max_model_len;
+  int64_t vocab_size;
+  int64_t max_tokens;  // in one step
+};
+
+class Runner {
+ public:
+  // All that is given must outlive the runner. The program is reserved for the largest step; null
+  // if only the two halves below are used. `logits`: float [R, vocab_size], of logit rows.
+  Runner(Program* program, Team& team, KvCache& cache, BufferId logits,
+         const RunnerLimits& limits);
+
+  std::string step(std::string_view message);
+
+  // Answers steps until the channel is closed (true) or no step has come for so long (false).
+  bool serve(Channel& channel, std::chrono::nanoseconds idle_timeout);
+
+  // The halves of a step around a forward pass that somebody else makes: `prepare`, and then
+  // `sample`, or `fail` if that went wrong (or `prepare` did, by throwing std::invalid_argument).
+  // Null: there is nothing to compute; `sample` with no logits.
+  const BatchArrays* prepare(std::string_view message);
+  std::string sample(const float* logits, int64_t num_logit_rows);
+  std::string fail(std::string_view error);
+
+  const RunnerLimits& limits() const { return limits_; }
+
+ private:
+  void sample_rows(const float* logits);
+  void sample_row_at(int64_t index, const float* logits);
+  std::string finish();
+
+  Program* program_;
+  Team& team_;
+  KvCache& cache_;
+  BufferId logits_;
+  RunnerLimits limits_;
+  Rows rows_;
+
+  // Of the step in progress.
+  std::chrono::steady_clock::time_point started_;
+  StepOutput output_;
+  bool is_batched_ = false;  // its rows expect a token each
+  std::atomic<bool> sampling_failed_{false};
+};
+
+}  // namespace streamkv

@@ -1,0 +1,40 @@
+// A persistent team of threads that computes phases, one after the other: whoever is free claims
+// the next item. Which thread runs an item decides no bit of its result.
+//
+// The caller works too. Workers touch no Python. Between phases threads spin briefly, then sleep;
+// without work they sleep. A thread that the system has taken off its core holds up the others only
+// while it is inside an item, and a late one never blocks the caller's return.
+#pragma once
+
+#include <stdint.h>
+
+#include <memory>
+
+namespace streamkv {
+
+struct Phase {
+  int64_t num_items;
+  void (*run)(const void* args, int64_t item, void* scratch);
+  const void* args;
+};
+
+class Team {
+ public:
+  explicit Team(int num_threads);  // >= 1, the caller included; the others start here
+  ~Team();                         // ends and joins them
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int num_threads() const;
+
+  // Runs phases[0], then phases[1], ...: a phase begins when each item of the one before has
+  // ended. Returns when the last has. One caller at a time. phase_ns: null, or [num_phases], the
+  // wall time of each is added to it.
+  void run(const Phase* phases, int64_t num_phases, int64_t* phase_ns = nullptr);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace streamkv

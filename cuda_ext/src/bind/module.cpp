@@ -1,0 +1,34 @@
+// streamkv._cpu: the CPU path for Python, each part bound in a file of its own.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace streamkv {
+
+void bind_weights(nb::module_& m);
+void bind_kv_cache(nb::module_& m);
+void bind_team(nb::module_& m);
+void bind_ops(nb::module_& m);
+void bind_attention(nb::module_& m);
+void bind_sampler(nb::module_& m);
+void bind_program(nb::module_& m);
+void bind_channel(nb::module_& m);
+void bind_runner(nb::module_& m);
+void bind_peaks(nb::module_& m);
+
+}  // namespace streamkv
+
+NB_MODULE(_cpu, m) {
+  using namespace streamkv;
+  // Classes before the functions that take them.
+  bind_weights(m);
+  bind_kv_cache(m);
+  bind_team(m);
+  bind_ops(m);
+  bind_attention(m);
+  bind_sampler(m);
+  bind_program(m);
+  bind_channel(m);
+  bind_runner(m);
+  bind_peaks(m);
+}

@@ -1,0 +1,151 @@
+// streamkv._cpu.ops: one op at once on numpy arrays, arguments checked. Attention's are bound in
+// attention.cpp.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <string>
+
+#include "arguments.h"
+#include "weights.h"
+
+namespace streamkv {
+namespace {
+
+using OptionalArray = std::optional<Array>;
+
+int64_t num_rows(const Array& array) {
+  return array.ndim() == 0 ? 0 : static_cast<int64_t>(array.shape(0));
+}
+
+int64_t num_columns(const Array& array) {
+  return array.ndim() < 2 ? kAny : static_cast<int64_t>(array.shape(1));
+}
+
+const OwnedWeight& check_weight(const char* op, const OwnedWeight& weight) {
+  if (weight.table != &kernels())
+    refuse(op, "weight", std::string("one packed for ") + kernels().isa, weight.table->isa);
+  return weight;
+}
+
+nb::object embedding(Team& team, const Array& token_ids, const OwnedWeight& weight) {
+  constexpr auto kOp = "embedding";
+  const PackedWeight& view = check_weight(kOp, weight).view;
+  const int32_t* ids = indices(kOp, "token_ids", token_ids, kAny, view.num_outputs);
+  const int64_t num_tokens = num_rows(token_ids);
+  const Output out = make_output(Dtype::kFloat32, num_tokens, view.depth);
+  const EmbeddingArgs args{ids, view, static_cast<float*>(out.data), num_tokens};
+  run_op(team, kernels().embedding, args);
+  return out.array;
+}
+
+nb::object rms_norm(Team& team, const Array& x, const Array& weight, float eps,
+                    const std::string& out_dtype) {
+  constexpr auto kOp = "rms_norm";
+  RmsNormArgs args;
+  args.x = elements<float>(kOp, "x", x, {kAny, kAny});
+  args.num_rows = num_rows(x);
+  args.hidden = num_columns(x);
+  args.weight = elements<float>(kOp, "weight", weight, {args.hidden});
+  args.out_dtype = parse_dtype(kOp, "out_dtype", out_dtype);
+  args.eps = eps;
+  const Output out = make_output(args.out_dtype, args.num_rows, args.hidden);
+  args.out = out.data;
+  run_op(team, kernels().rms_norm, args);
+  return out.array;
+}
+
+// linear and linear_silu_mul, but for what they write to.
+MatmulArgs check_product(const char* op, const Array& x, const OwnedWeight& weight,
+                         const OptionalArray& bias, bool is_paired) {
+  MatmulArgs args{};
+  args.weight = check_weight(op, weight).view;
+  if (args.weight.is_paired != is_paired)
+    refuse(op, "weight", is_paired ? "a paired one" : "one that is not paired",
+           is_paired ? "one that is not" : "a paired one");
+  if (weight.input_dtype() == Dtype::kFloat32)
+    args.x = elements<float>(op, "x", x, {kAny, args.weight.depth});
+  else
+    args.x = elements<Bf16Bits>(op, "x", x, {kAny, args.weight.depth});
+  args.num_rows = num_rows(x);
+  if (bias) args.bias = elements<float>(op, "bias", *bias, {args.weight.num_outputs});
+  return args;
+}
+
+nb::object linear(Team& team, const Array& x, const OwnedWeight& weight, const OptionalArray& bias,
+                  const OptionalArray& residual) {
+  constexpr auto kOp = "linear";
+  MatmulArgs args = check_product(kOp, x, weight, bias, false);
+  const int64_t num_outputs = args.weight.num_outputs;
+  if (residual)
+    args.residual = elements<float>(kOp, "residual", *residual, {args.num_rows, num_outputs});
+  const Output out = make_output(Dtype::kFloat32, args.num_rows, num_outputs);
+  args.out = out.data;
+  run_op(team, kernels().matmul, args);
+  return out.array;
+}
+
+nb::object linear_silu_mul(Team& team, const Array& x, const OwnedWeight& weight,
+                           const OptionalArray& bias) {
+  MatmulArgs args = check_product("linear_silu_mul", x, weight, bias, true);
+  const Output out =
+      make_output(weight.input_dtype(), args.num_rows, args.weight.num_outputs / 2);
+  args.out = out.data;
+  run_op(team, kernels().matmul, args);
+  return out.array;
+}
+
+nb::object rotary(Team& team, const Array& qkv, const Array& positions, const Array& cos_sin,
+                  int64_t num_heads, int64_t num_kv_heads) {
+  constexpr auto kOp = "rotary";
+  RotaryArgs args;
+  args.cos_sin = elements<float>(kOp, "cos_sin", cos_sin, {kAny, kAny});
+  args.head_dim = num_columns(cos_sin);
+  if (args.head_dim % 2 != 0)
+    refuse(kOp, "cos_sin", "an even number of columns", std::to_string(args.head_dim));
+  if (num_heads < 1 || num_kv_heads < 1)
+    refuse(kOp, "num_heads", "at least 1 head and 1 KV head",
+           std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
+  args.num_rotated = num_heads + num_kv_heads;
+  args.num_copied = num_kv_heads;
+  const int64_t width = (args.num_rotated + args.num_copied) * args.head_dim;
+  args.qkv = elements<float>(kOp, "qkv", qkv, {kAny, width});
+  args.num_tokens = num_rows(qkv);
+  args.positions = indices(kOp, "positions", positions, args.num_tokens, num_rows(cos_sin));
+  const Output out = make_output(Dtype::kFloat32, args.num_tokens, width);
+  args.out = static_cast<float*>(out.data);
+  run_op(team, kernels().rotary, args);
+  return out.array;
+}
+
+nb::object select_rows(Team& team, const Array& x, const Array& rows) {
+  constexpr auto kOp = "select_rows";
+  SelectRowsArgs args;
+  args.x = elements<float>(kOp, "x", x, {kAny, kAny});
+  args.width = num_columns(x);
+  args.rows = indices(kOp, "rows", rows, kAny, num_rows(x));
+  args.num_rows = num_rows(rows);
+  const Output out = make_output(Dtype::kFloat32, args.num_rows, args.width);
+  args.out = static_cast<float*>(out.data);
+  run_op(team, kernels().select_rows, args);
+  return out.array;
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+  nb::module_ ops = m.def_submodule("ops", "One op at once on numpy arrays.");
+  ops.def("embedding", &embedding, nb::arg("team"), nb::arg("token_ids"), nb::arg("weight"));
+  ops.def("rms_norm", &rms_norm, nb::arg("team"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"),
+          nb::arg("out_dtype"));
+  ops.def("linear", &linear, nb::arg("team"), nb::arg("x"), nb::arg("weight"),
+          nb::arg("bias").none() = nb::none(), nb::arg("residual").none() = nb::none());
+  ops.def("linear_silu_mul", &linear_silu_mul, nb::arg("team"), nb::arg("x"), nb::arg("weight"),
+          nb::arg("bias").none() = nb::none());
+  ops.def("rotary", &rotary, nb::arg("team"), nb::arg("qkv"), nb::arg("positions"),
+          nb::arg("cos_sin"), nb::arg("num_heads"), nb::arg("num_kv_heads"));
+  ops.def("select_rows", &select_rows, nb::arg("team"), nb::arg("x"), nb::arg("rows"));
+}
+
+}  // namespace streamkv

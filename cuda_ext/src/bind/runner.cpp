@@ -1,0 +1,79 @@
+// streamkv._cpu.Runner: see runner.h.
+#include "streamkv/runner.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "messages.h"
+
+namespace nb = nanobind;
+
+namespace streamkv {
+namespace {
+
+using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void init(Runner* self, Program* program, Team& team, KvCache& cache, BufferId logits_buffer,
+          int64_t num_rows, int64_t max_model_len, int64_t vocab_size, int64_t max_tokens) {
+  new (self) Runner(program, team, cache, logits_buffer,
+                    {num_rows, max_model_len, vocab_size, max_tokens});
+}
+
+nb::bytes step(Runner& runner, const nb::bytes& message) {
+  std::string output;
+  {
+    const nb::gil_scoped_release no_gil;
+    output = runner.step(view(message));
+  }
+  return to_bytes(output);
+}
+
+bool serve(Runner& runner, Channel& channel, double idle_timeout_s) {
+  const nb::gil_scoped_release no_gil;
+  return runner.serve(channel, to_nanoseconds(idle_timeout_s));
+}
+
+nb::object prepare(Runner& runner, const nb::bytes& message) {
+  const BatchArrays* batch = runner.prepare(view(message));
+  return batch == nullptr ? nb::none() : nb::cast(*batch, nb::rv_policy::copy);
+}
+
+nb::bytes sample(Runner& runner, const Logits& logits) {
+  if (static_cast<int64_t>(logits.shape(1)) != runner.limits().vocab_size)
+    throw std::invalid_argument("sample: expected logits of " +
+                                std::to_string(runner.limits().vocab_size) + " tokens, got " +
+                                std::to_string(logits.shape(1)));
+  std::string output;
+  {
+    const nb::gil_scoped_release no_gil;
+    output = runner.sample(logits.data(), static_cast<int64_t>(logits.shape(0)));
+  }
+  return to_bytes(output);
+}
+
+}  // namespace
+
+void bind_runner(nb::module_& m) {
+  nb::class_<Runner>(m, "Runner", "Steps as bytes in, outputs as bytes out.")
+      .def("__init__", &init, nb::arg("program").none(), nb::arg("team"), nb::arg("cache"),
+           nb::arg("logits_buffer"), nb::kw_only(), nb::arg("num_rows"), nb::arg("max_model_len"),
+           nb::arg("vocab_size"), nb::arg("max_tokens"), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("step", &step, nb::arg("step"), "One step; what goes wrong is `error` in the output.")
+      .def("serve", &serve, nb::arg("channel"), nb::arg("idle_timeout_s"),
+           "Answers steps. True: the channel was closed; False: none has come for so long.")
+      .def("prepare", &prepare, nb::arg("step"),
+           "The first half of a step: its Batch, or None if there is nothing to compute, for "
+           "`sample` with no logits. ValueError: tell `fail`.")
+      .def("sample", &sample, nb::arg("logits"), "The second half: from logits to the output.")
+      .def("fail", [](Runner& runner, const std::string& error) {
+             return to_bytes(runner.fail(error));
+           },
+           nb::arg("error"), "The output instead, if something went wrong between them.");
+}
+
+}  // namespace streamkv

@@ -1,0 +1,133 @@
+// streamkv._cpu.PackedWeight, and which instruction set packs and computes.
+#include "weights.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+
+namespace streamkv {
+namespace {
+
+constexpr int64_t kPackItemRows = 256;
+
+OwnedWeight make_weight(const std::string& dtype, int64_t num_outputs, int64_t depth,
+                        bool is_paired) {
+  OwnedWeight weight;
+  weight.view = {nullptr, parse_dtype("PackedWeight", "dtype", dtype), num_outputs, depth,
+                 is_paired};
+  if (num_outputs < 1 || (is_paired && num_outputs % 2 != 0))
+    refuse("PackedWeight", "num_outputs",
+           is_paired ? "a positive even number for a paired weight" : "a positive number",
+           std::to_string(num_outputs));
+  if (depth < 2 || depth % 2 != 0)
+    refuse("PackedWeight", "depth", "a positive even number", std::to_string(depth));
+  weight.table = &kernels();
+  weight.memory = Memory(weight.table->packed_bytes(weight.view), true);
+  weight.view.data = weight.memory.data();
+  return weight;
+}
+
+void check_range(const char* method, const OwnedWeight& weight, int64_t first_output,
+                 int64_t num_rows) {
+  if (first_output < 0 || num_rows < 0 || first_output + num_rows > weight.view.num_outputs)
+    refuse(method, "first_output",
+           "rows inside the " + std::to_string(weight.view.num_outputs) + " outputs",
+           std::to_string(num_rows) + " from " + std::to_string(first_output));
+}
+
+PackArgs check_source(const OwnedWeight& weight, const Array& source, int64_t first_output) {
+  constexpr auto kOp = "PackedWeight.pack";
+  const nb::dlpack::dtype dtype = source.dtype(), half{2, 16, 1};  // float, bits, lanes
+  PackArgs args;
+  args.weight = weight.view;
+  args.first_output = first_output;
+  args.source = source.data();
+  if (dtype == nb::dtype<float>())
+    args.source_dtype = Dtype::kFloat32;
+  else if (dtype == nb::dtype<uint16_t>())
+    args.source_dtype = Dtype::kBFloat16;
+  else if (dtype == half)
+    args.source_dtype = Dtype::kFloat16;
+  else
+    refuse(kOp, "source", "float32, float16 or uint16 (bfloat16 bits)", describe(source));
+  if (!has_shape(source, {kAny, weight.view.depth}) || !is_contiguous(source))
+    refuse(kOp, "source", "C-contiguous [rows, " + std::to_string(weight.view.depth) + "]",
+           describe(source) + (is_contiguous(source) ? "" : ", strided"));
+  args.num_rows = static_cast<int64_t>(source.shape(0));
+  check_range(kOp, weight, first_output, args.num_rows);
+  return args;
+}
+
+// A slice of the rows. Those of two items may share a vector: pack() leaves other lanes alone.
+void pack_item(const void* bound, int64_t item, void*) {
+  const auto& [table, whole] = *static_cast<const std::pair<const Kernels*, PackArgs>*>(bound);
+  const int64_t row_bytes = whole.weight.depth * (whole.source_dtype == Dtype::kFloat32 ? 4 : 2);
+  const int64_t begin = item * kPackItemRows;
+  PackArgs args = whole;
+  args.source = static_cast<const char*>(whole.source) + begin * row_bytes;
+  args.first_output += begin;
+  args.num_rows = std::min(kPackItemRows, whole.num_rows - begin);
+  table->pack(args);
+}
+
+void pack(OwnedWeight& weight, const Array& source, int64_t first_output, Team* team) {
+  const std::pair<const Kernels*, PackArgs> bound{weight.table,
+                                                  check_source(weight, source, first_output)};
+  const int64_t num_items = (bound.second.num_rows + kPackItemRows - 1) / kPackItemRows;
+  const nb::gil_scoped_release no_gil;
+  if (team == nullptr) return weight.table->pack(bound.second);
+  const Phase phase{num_items, pack_item, &bound};
+  team->run(&phase, 1);
+}
+
+nb::object unpack(const OwnedWeight& weight, int64_t first_output, int64_t num_rows) {
+  check_range("PackedWeight.unpack", weight, first_output, num_rows);
+  const Output out = make_output(Dtype::kFloat32, num_rows, weight.view.depth);
+  const nb::gil_scoped_release no_gil;
+  weight.table->unpack(weight.view, first_output, num_rows, static_cast<float*>(out.data));
+  return out.array;
+}
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (int i = 0, count = num_available_isas(); i < count; ++i) names.push_back(available_isa(i));
+  return names;
+}
+
+}  // namespace
+
+void bind_weights(nb::module_& m) {
+  m.def("isa", [] { return std::string(kernels().isa); });
+  m.def("available_isas", &available_isas, "Instruction sets this CPU runs, best first.");
+  m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, nb::arg("name"),
+        "Chooses the kernels, for weights and caches made from now on.");
+
+  nb::class_<OwnedWeight>(m, "PackedWeight", "A matrix [num_outputs, depth] as products read it.")
+      .def("__init__",
+           [](OwnedWeight* self, const std::string& dtype, int64_t num_outputs, int64_t depth,
+              bool is_paired) {
+             new (self) OwnedWeight(make_weight(dtype, num_outputs, depth, is_paired));
+           },
+           nb::arg("dtype"), nb::arg("num_outputs"), nb::arg("depth"),
+           nb::arg("is_paired") = false)
+      .def("pack", &pack, nb::arg("source"), nb::arg("first_output"),
+           nb::arg("team").none() = nb::none(),
+           "Takes rows of the matrix, float32, float16 or uint16 (bfloat16 bits).")
+      .def("unpack", &unpack, nb::arg("first_output"), nb::arg("num_rows"),
+           "The same rows as float32.")
+      .def_prop_ro("dtype", [](const OwnedWeight& w) { return dtype_name(w.view.dtype); })
+      .def_prop_ro("num_outputs", [](const OwnedWeight& w) { return w.view.num_outputs; })
+      .def_prop_ro("depth", [](const OwnedWeight& w) { return w.view.depth; })
+      .def_prop_ro("is_paired", [](const OwnedWeight& w) { return w.view.is_paired; })
+      .def_prop_ro("num_bytes", [](const OwnedWeight& w) { return w.memory.num_bytes(); })
+      .def_prop_ro("input_dtype", [](const OwnedWeight& w) { return dtype_name(w.input_dtype()); },
+                   "What the left side of a product with it must be.");
+}
+
+}  // namespace streamkv

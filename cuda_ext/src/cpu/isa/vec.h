@@ -1,0 +1,325 @@
+// Vectors of the instruction set this file is compiled for: the one place with intrinsics.
+//
+// Included by kernels.cpp alone. Everything is in an anonymous namespace and nothing is a static
+// vector, so no code compiled here can end up in a function that runs on an older CPU. Multiply-add
+// is explicit (`fma`): the build turns contraction off, so each expression has one rounding
+// wherever the compiler puts it, which batch invariance rests on. bf16 is widened and rounded by
+// integer arithmetic, not by AVX512_BF16, whose conversion flushes denormals; a word is a pair of
+// bf16, the even element in its low half.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE4_1__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float vfloat __attribute__((vector_size(4 * kWidth)));
+typedef int32_t vint __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t vuint __attribute__((vector_size(4 * kWidth)));
+typedef uint16_t vushort __attribute__((vector_size(2 * kWidth)));
+
+template <int kValue>
+struct Number {
+  static constexpr int value = kValue;
+};
+
+// action(Number<0>{}), ... Loops over registers are written so: unrolled by the compiler alone, the
+// registers would take a way over the stack.
+template <int kCount, class Action>
+__attribute__((always_inline)) inline void repeat(Action action) {
+  if constexpr (kCount > 0) {
+    repeat<kCount - 1>(action);
+    action(Number<kCount - 1>{});
+  }
+}
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline vfloat broadcast(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  return vfloat{x, x, x, x};
+#endif
+}
+
+inline vfloat fma(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_NEON)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;  // two roundings, here and in every other place
+#endif
+}
+
+inline vfloat max(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#elif defined(__SSE4_1__)
+  return _mm_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Halves are combined until one lane is left: the order is fixed by the width alone.
+#if defined(__AVX512F__)
+template <class Wide, class Narrow>
+inline float reduce(vfloat x, Wide wide, Narrow narrow) {
+  const __m256 low = _mm512_maskz_extractf32x8_ps(0xff, x, 0);  // GCC 12 warns of unmasked ones
+  const __m256 eight = wide(low, _mm512_maskz_extractf32x8_ps(0xff, x, 1));
+  const __m128 four = narrow(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = narrow(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(narrow(two, _mm_movehdup_ps(two)));
+}
+
+inline float sum(vfloat x) {
+  return reduce(
+      x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); },
+      [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+
+inline float max(vfloat x) {
+  return reduce(
+      x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); },
+      [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
+}
+#else
+template <class Combine>
+inline float reduce(vfloat x, Combine combine) {
+  float lanes[kWidth];
+  memcpy(lanes, &x, sizeof(x));
+  for (int half = kWidth / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = combine(lanes[i], lanes[i + half]);
+  return lanes[0];
+}
+
+inline float sum(vfloat x) {
+  return reduce(x, [](float a, float b) { return a + b; });
+}
+
+inline float max(vfloat x) {
+  return reduce(x, [](float a, float b) { return a > b ? a : b; });
+}
+#endif
+
+inline vint lane_index() {
+  vint index = {};
+  for (int i = 0; i < kWidth; ++i) index[i] = i;
+  return index;
+}
+
+inline vushort narrow(vuint x) {  // the low half of each lane
+#if defined(__AVX512F__)
+  return (vushort)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+  __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
+  __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+  return (vushort)_mm256_castsi256_si128(packed);
+#else
+  return __builtin_convertvector(x, vushort);
+#endif
+}
+
+inline vuint widen(vushort x) {
+#if defined(__AVX512F__)
+  return (vuint)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+  return (vuint)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, vuint);
+#endif
+}
+
+inline vfloat to_float(vfloat x) { return x; }
+inline vfloat to_float(vushort x) { return (vfloat)(widen(x) << 16); }
+
+inline vushort to_bf16(vfloat x) {  // to nearest, ties to even; a NaN stays one
+  vuint bits = (vuint)x;
+  vuint rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  vuint quiet = bits | 0x400000u;
+  return narrow((x == x ? rounded : quiet) >> 16);
+}
+
+inline vfloat load(const float* p) {
+  vfloat x;
+  memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+inline vfloat load(const bf16* p) {
+  vushort x;
+  memcpy(&x, p, sizeof(x));
+  return to_float(x);
+}
+
+inline void store(float* p, vfloat x) { memcpy(p, &x, sizeof(x)); }
+
+inline void store(bf16* p, vfloat x) {
+  vushort rounded = to_bf16(x);
+  memcpy(p, &rounded, sizeof(rounded));
+}
+
+inline vuint load_words(const void* p) {
+  vuint x;
+  memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+inline void store_words(void* p, vuint x) { memcpy(p, &x, sizeof(x)); }
+
+inline vfloat even_of(vuint words) { return (vfloat)(words << 16); }
+inline vfloat odd_of(vuint words) { return (vfloat)(words & 0xffff0000u); }
+
+// Two to bf16 at once, as to_bf16 rounds.
+inline vuint to_words(vfloat even, vfloat odd) {
+  const vuint low = (vuint)even, high = (vuint)odd;
+  const vuint even_bits = even == even ? low + 0x7fffu + ((low >> 16) & 1u) : low | 0x400000u;
+  const vuint odd_bits = odd == odd ? high + 0x7fffu + ((high >> 16) & 1u) : high | 0x400000u;
+  return (even_bits >> 16) | (odd_bits & 0xffff0000u);
+}
+
+// float16 in the low half of each lane: exact. Its exponent is 112 less than float32's; denormals
+// are whole numbers of 2^-24.
+inline vfloat half_to_float(vuint x) {
+  const vuint magnitude = x & 0x7fffu, exponent = x & 0x7c00u;
+  const vfloat tiny = __builtin_convertvector((vint)magnitude, vfloat) * 0x1p-24f;
+  const vuint normal = (magnitude << 13) + (112u << 23);
+  const vuint special = (magnitude << 13) | 0x7f800000u;  // infinities and NaNs
+  const vuint finite = exponent == 0u ? (vuint)tiny : normal;
+  return (vfloat)(((x & 0x8000u) << 16) | (exponent == 0x7c00u ? special : finite));
+}
+
+inline vuint broadcast_word(uint32_t x) {
+#if defined(__AVX512F__)
+  return (vuint)_mm512_set1_epi32((int)x);
+#elif defined(__AVX2__)
+  return (vuint)_mm256_set1_epi32((int)x);
+#else
+  return vuint{x, x, x, x};
+#endif
+}
+
+#if defined(__AVX512BF16__)
+// c + both products of each lane's pairs; the instruction flushes denormals.
+inline vfloat dot_words(vuint a, vuint b, vfloat c) {
+  return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+}
+#endif
+
+// Hints that the line at p will be read soon; any address is allowed.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// The first n < kWidth lanes; the others are zero.
+template <class E>
+inline vfloat load_some(const E* p, int64_t n) {
+  E lanes[kWidth] = {};
+  memcpy(lanes, p, n * sizeof(E));
+  return load(lanes);
+}
+
+template <class E>
+inline void store_some(E* p, vfloat x, int64_t n) {
+  E lanes[kWidth];
+  store(lanes, x);
+  memcpy(p, lanes, n * sizeof(E));
+}
+
+#if defined(__SSE4_1__)
+// 16 bytes of kWidth/4 rows, one to each 128-bit part: rows[0], rows[4], rows[8], rows[12].
+inline vfloat load_parts(const char* const* rows, int64_t offset) {
+  const auto part = [&](int i) { return _mm_loadu_ps((const float*)(rows[i] + offset)); };
+#if defined(__AVX512F__)
+  __m512 x = _mm512_castps128_ps512(part(0));
+  x = _mm512_insertf32x4(x, part(4), 1);
+  x = _mm512_insertf32x4(x, part(8), 2);
+  return _mm512_insertf32x4(x, part(12), 3);
+#elif defined(__AVX2__)
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(part(0)), part(4), 1);
+#else
+  return part(0);
+#endif
+}
+
+#if defined(__AVX512F__)
+#define STREAMKV_UNPACK(half, a, b) _mm512_unpack##half##_ps(a, b)
+#define STREAMKV_UNPACK_PAIRS(half, a, b) \
+  (vfloat) _mm512_unpack##half##_pd((__m512d)(a), (__m512d)(b))
+#elif defined(__AVX2__)
+#define STREAMKV_UNPACK(half, a, b) _mm256_unpack##half##_ps(a, b)
+#define STREAMKV_UNPACK_PAIRS(half, a, b) \
+  (vfloat) _mm256_unpack##half##_pd((__m256d)(a), (__m256d)(b))
+#else
+#define STREAMKV_UNPACK(half, a, b) _mm_unpack##half##_ps(a, b)
+#define STREAMKV_UNPACK_PAIRS(half, a, b) (vfloat) _mm_unpack##half##_pd((__m128d)(a), (__m128d)(b))
+#endif
+#endif
+
+// 4 words of kWidth rows, transposed: out[w] holds word w of row 0, 1, ... of the 16 bytes at
+// `offset` in each.
+inline void transpose_words(const char* const* rows, int64_t offset, vuint out[4]) {
+#if defined(__SSE4_1__)
+  vfloat a = load_parts(rows + 0, offset), b = load_parts(rows + 1, offset);
+  vfloat c = load_parts(rows + 2, offset), d = load_parts(rows + 3, offset);
+  vfloat ab_low = STREAMKV_UNPACK(lo, a, b), ab_high = STREAMKV_UNPACK(hi, a, b);
+  vfloat cd_low = STREAMKV_UNPACK(lo, c, d), cd_high = STREAMKV_UNPACK(hi, c, d);
+  out[0] = (vuint)STREAMKV_UNPACK_PAIRS(lo, ab_low, cd_low);
+  out[1] = (vuint)STREAMKV_UNPACK_PAIRS(hi, ab_low, cd_low);
+  out[2] = (vuint)STREAMKV_UNPACK_PAIRS(lo, ab_high, cd_high);
+  out[3] = (vuint)STREAMKV_UNPACK_PAIRS(hi, ab_high, cd_high);
+#else
+  for (int w = 0; w < 4; ++w) out[w] = vuint{};
+  for (int i = 0; i < kWidth; ++i) {
+    uint32_t words[4];
+    memcpy(words, rows[i] + offset, sizeof(words));
+    for (int w = 0; w < 4; ++w) out[w][i] = words[w];
+  }
+#endif
+}
+
+// e^x for x <= 0, within 2 units in the last place; 0 below -87.3; NaN for NaN. Range reduction to
+// |r| <= ln(2)/2 and the polynomial of Cephes' expf (Moshier). exp(0) is exactly 1.
+inline vfloat exp_nonpositive(vfloat x) {
+  const vfloat lowest = broadcast(-87.3f);
+  const vfloat round_to_int = broadcast(12582912.0f);  // 1.5 * 2^23
+  vfloat clamped = x < lowest ? lowest : x;
+  vfloat shifted = fma(clamped, broadcast(1.44269504f), round_to_int);
+  vfloat n = shifted - round_to_int;
+  vfloat r = fma(n, broadcast(-0.693359375f), clamped);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  vfloat p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r + 1.0f);
+  vint exponent = ((vint)shifted - (vint)round_to_int + 127) << 23;
+  vfloat result = p * (vfloat)exponent;
+  return x < lowest ? vfloat{} : result;
+}
+
+}  // namespace

@@ -1,0 +1,132 @@
+#include "streamkv/runner.h"
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+#include "streamkv/sampler.h"
+
+namespace streamkv {
+namespace {
+
+RowsShape rows_shape(const KvCache& cache, const RunnerLimits& limits) {
+  return {limits.num_rows,  limits.max_model_len, cache.block_size,
+          cache.num_blocks, limits.vocab_size,    limits.max_tokens};
+}
+
+}  // namespace
+
+Runner::Runner(Program* program, Team& team, KvCache& cache, BufferId logits,
+               const RunnerLimits& limits)
+    : program_(program),
+      team_(team),
+      cache_(cache),
+      logits_(logits),
+      limits_(limits),
+      rows_(rows_shape(cache, limits)) {
+  if (program_ != nullptr)
+    program_->reserve(limits_.max_tokens, std::min(limits_.max_tokens, limits_.num_rows));
+}
+
+bool Runner::serve(Channel& channel, std::chrono::nanoseconds idle_timeout) {
+  std::string message;
+  for (;;) {
+    const Received received = channel.receive(message, idle_timeout);
+    if (received != Received::kMessage) return received == Received::kClosed;
+    channel.reply(step(message));
+  }
+}
+
+std::string Runner::step(std::string_view message) {
+  try {
+    const BatchArrays* batch = prepare(message);
+    if (batch == nullptr) return sample(nullptr, 0);
+    if (program_ == nullptr) throw std::invalid_argument("this runner has no program");
+    program_->run(batch->view(), team_, 0, program_->num_ops());
+    const auto num_asking = static_cast<int64_t>(rows_.asking().size());
+    const void* logits = num_asking > 0 ? program_->buffer(logits_) : nullptr;
+    return sample(static_cast<const float*>(logits), num_asking);
+  } catch (const std::bad_alloc&) {
+    return fail("out of memory");
+  } catch (const std::exception& error) {
+    return fail(error.what());
+  }
+}
+
+// --- the two halves -----------------------------------------------------------------------------
+
+const BatchArrays* Runner::prepare(std::string_view message) {
+  started_ = std::chrono::steady_clock::now();
+  output_ = {};
+  output_.step_id = step_id_of(message);
+  is_batched_ = false;
+  const StepInput step = parse_step(message);
+  rows_.apply(step);
+  for (int64_t i = 0; i < step.copies.size(); i += 2)
+    cache_.copy_block(step.copies[i], step.copies[i + 1]);
+  if (step.scheduled.size() == 0) return nullptr;
+  const BatchArrays& batch = rows_.batch(step.scheduled);
+  is_batched_ = true;
+  return &batch;
+}
+
+std::string Runner::sample(const float* logits, int64_t num_logit_rows) {
+  const std::vector<AskingRow>& asking = rows_.asking();
+  if (num_logit_rows != static_cast<int64_t>(asking.size()))
+    throw std::invalid_argument("sample: expected logits of " + std::to_string(asking.size()) +
+                                " rows, got " + std::to_string(num_logit_rows));
+  output_.rows.resize(asking.size());
+  sample_rows(logits);
+  for (size_t i = 0; i < asking.size(); ++i)
+    rows_.keep(asking[i], output_.rows[i].sampled.token_id);
+  return finish();
+}
+
+std::string Runner::fail(std::string_view error) {
+  // A step that was sent ahead builds on these tokens; its rows are lost, others aren't.
+  if (is_batched_)
+    for (const AskingRow& asking : rows_.asking()) rows_.keep(asking, 0);
+  output_.rows.clear();
+  output_.error = error;
+  return finish();
+}
+
+std::string Runner::finish() {
+  is_batched_ = false;
+  output_.duration_s =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - started_).count();
+  return write_output(output_);
+}
+
+// --- sampling as a phase: a row is an item ------------------------------------------------------
+
+void Runner::sample_rows(const float* logits) {
+  struct Args {
+    Runner* runner;
+    const float* logits;
+  } args{this, logits};
+  sampling_failed_.store(false);
+  const Phase phase{static_cast<int64_t>(output_.rows.size()),
+                    [](const void* self, int64_t item, void*) {
+                      const auto& args = *static_cast<const Args*>(self);
+                      args.runner->sample_row_at(item, args.logits);
+                    },
+                    &args};
+  if (phase.num_items > 0) team_.run(&phase, 1);
+  if (sampling_failed_.load()) throw std::runtime_error("sampling failed: out of memory");
+}
+
+void Runner::sample_row_at(int64_t index, const float* logits) {
+  static thread_local SamplerScratch scratch;
+  const AskingRow& asking = rows_.asking()[index];
+  OutputRow& row = output_.rows[index];
+  try {
+    sample_row(rows_.sample_args(asking, logits + index * limits_.vocab_size), scratch,
+               row.sampled);
+    row.has_logprobs = rows_.num_logprobs(asking) >= 0;
+  } catch (const std::exception&) {  // no exception may leave a thread of the team
+    sampling_failed_.store(true);
+  }
+}
+
+}  // namespace streamkv

@@ -1,0 +1,119 @@
+"""`streamkv bench kernels`: every kernel as part of a model, beside the machine's limits.
+
+The model has random weights, so nothing is downloaded; its ops run one after another as in a real
+one, so that weights come from memory and activations from a cache. The machine's limits are
+measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..models import ModelConfig, build_model
+from ..ops import Parameter
+from ..ops.cpu_count import num_usable_cores
+from ..ops.extension import load_extension
+from ..runner.recorder import Recorder, build_program, input_dtype
+from .options import KernelsConfig
+from .profile import Profiled, Step, print_profile, profile, steps_of
+
+BLOCK_SIZE = 16
+SHAPES = {
+    "small": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "tie_word_embeddings": True,
+    },
+    "large": {  # a few of its layers are more than caches hold
+        "hidden_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 5632,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def model_config(shape: str) -> ModelConfig:
+    return ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 49152,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "head_dim": 64,
+            **SHAPES[shape],
+        }
+    )
+
+
+def random_weights(
+    cpu: ModuleType, parameters: Iterable[Parameter], dtype: str, team: Any
+) -> dict[str, Any]:
+    """Matrices share their numbers: how fast they are multiplied doesn't depend on them."""
+    source = np.random.default_rng(0)
+    numbers = (0.02 * source.standard_normal(1 << 20)).astype(np.float32)
+    weights: dict[str, Any] = {}
+    for parameter in parameters:
+        if len(parameter.shape) == 1:
+            weights[parameter.name] = np.ones(parameter.shape, np.float32)
+            continue
+        outputs, depth = parameter.shape
+        packed = cpu.PackedWeight(dtype, outputs, depth, parameter.is_paired)
+        step = max(1, numbers.size // depth)
+        for first in range(0, outputs, step):
+            count = min(step, outputs - first)
+            packed.pack(numbers[: count * depth].reshape(count, depth), first, team)
+        weights[parameter.name] = packed
+    return weights
+
+
+def build(cpu: ModuleType, options: KernelsConfig, steps: list[Step]) -> Profiled:
+    """The program of a model of random weights, with room for the steps."""
+    model = build_model(model_config(options.shape))
+    config = model.config
+    team = cpu.Team(options.threads or num_usable_cores())
+    weights = random_weights(cpu, model.parameters(), options.dtype, team)
+    cache = cpu.KvCache(
+        options.dtype,
+        max(step.num_blocks(BLOCK_SIZE) for step in steps),
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        BLOCK_SIZE,
+        config.head_dim,
+    )
+    spec = Recorder(max_model_len=config.max_position_embeddings).record(model)
+    program = build_program(spec, weights, cache)
+    program.reserve(max(s.num_tokens for s in steps), max(len(s.rows) for s in steps))
+    return Profiled(
+        cpu,
+        team,
+        spec,
+        program,
+        options.dtype,
+        input_dtype(weights),
+        config.vocab_size,
+        BLOCK_SIZE,
+    )
+
+
+def bench_kernels(options: KernelsConfig) -> int:
+    if options.isa:
+        os.environ["STREAMKV_CPU_ISA"] = options.isa
+    cpu = load_extension()
+    steps = steps_of(options)
+    measured = profile(build(cpu, options, steps), steps, options.rounds)
+    details = {"config": msgspec.to_builtins(options), "isa": cpu.isa()}
+    print_profile("kernels", f"{options.shape}, {options.dtype}, {cpu.isa()}", measured, details)
+    return 0

@@ -1,0 +1,98 @@
+"""What can be asked of the benchmarks: one Struct each, whose fields become flags (flags.py).
+
+Imports nothing heavy: the command line reads it for `--help`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ..errors import ConfigError
+
+Length = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class LoadConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Closed loops through AsyncEngine: `concurrency` streams, each sends its next request when
+    its last one ended."""
+
+    concurrency: Annotated[
+        tuple[Length, ...], Meta(description="streams at once; repeat for several")
+    ] = (1, 8, 32)
+    input_len: Annotated[
+        tuple[Length, ...], Meta(description="prompt tokens; repeat for several")
+    ] = (128,)
+    output_len: Annotated[Length, Meta(description="tokens generated for each request")] = 128
+    shared_prefix_len: Annotated[
+        int, Meta(ge=0, description="prompt tokens that all requests of a round share")
+    ] = 0
+    requests_per_stream: Annotated[Length, Meta(description="in a round")] = 2
+    rounds: Annotated[Length, Meta(description="medians are taken over rounds")] = 3
+    seed: Annotated[int, Meta(ge=0, description="of the prompts (0: new in each run)")] = 0
+
+    def __post_init__(self) -> None:
+        if self.shared_prefix_len >= min(self.input_len):
+            raise ConfigError(
+                f"--shared-prefix-len: expected less than --input-len, {min(self.input_len)}, "
+                f"got {self.shared_prefix_len}"
+            )
+
+
+class LatencyConfig(LoadConfig, frozen=True, kw_only=True):
+    """The same loops, seen by one stream among few."""
+
+    concurrency: Annotated[
+        tuple[Length, ...], Meta(description="streams at once; repeat for several")
+    ] = (1,)
+    input_len: Annotated[
+        tuple[Length, ...], Meta(description="prompt tokens; repeat for several")
+    ] = (32, 128, 512, 1800)
+    output_len: Annotated[Length, Meta(description="tokens generated for each request")] = 32
+
+
+class StartupConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Fresh processes, one after the other."""
+
+    runs: Annotated[Length, Meta(description="processes started")] = 3
+    input_len: Annotated[Length, Meta(description="tokens of the first prompt")] = 16
+
+
+class StepsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps to try a program with."""
+
+    decode_rows: Annotated[
+        tuple[Length, ...], Meta(description="a step of so many rows, a token each; repeatable")
+    ] = (1, 8, 32)
+    prompt_len: Annotated[
+        tuple[Length, ...], Meta(description="a step of one prompt of so many tokens; repeatable")
+    ] = (512,)
+    context: Annotated[Length, Meta(description="tokens that each row has after the step")] = 256
+    rounds: Annotated[Length, Meta(description="medians are taken over rounds")] = 5
+
+
+class InfoConfig(StepsConfig, frozen=True, kw_only=True):
+    """What to say about a model."""
+
+    program: Annotated[bool, Meta(description="the ops of the steps and what they cost")] = False
+    profile: Annotated[
+        bool, Meta(description="load the model and measure the steps, beside the machine's limits")
+    ] = False
+
+
+class KernelsConfig(StepsConfig, frozen=True, kw_only=True):
+    """A model of random weights, op by op, beside what the machine can do."""
+
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], Meta(description="of weights and KV cache")
+    ] = "bfloat16"
+    shape: Annotated[
+        Literal["small", "large"],
+        Meta(description="that of a model of 135 million parameters, or of 1.1 billion"),
+    ] = "small"
+    isa: Annotated[str, Meta(description="instruction set (default: the best there is)")] = ""
+    threads: Annotated[
+        int, Meta(ge=0, le=1024, description="CPU threads (0: one a physical core)")
+    ] = 0

@@ -1,0 +1,82 @@
+"""How a benchmark's figures are shown: a table for people, and JSON for programs.
+
+Owns the layout. Invariant: the JSON document is one line, and the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, float]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """Of each figure over the rounds, which all have the same ones."""
+    return {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+
+
+def table(title: str, rows: Sequence[tuple[str, Figures]]) -> str:
+    """A line for each row; columns are the figures' names."""
+    columns = list(dict.fromkeys(key for _, figures in rows for key in figures))
+    cells = [
+        [name, *(number(figures[key]) if key in figures else "" for key in columns)]
+        for name, figures in rows
+    ]
+    lines = [[title, *columns], *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])],
+        ).rstrip()
+        for line in lines
+    )
+
+
+def number(value: float) -> str:
+    """Three digits or more, and no more decimals than that takes."""
+    decimals = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1 if abs(value) < 1000 else 0
+    return f"{value:,.{decimals}f}"
+
+
+def print_report(
+    benchmark: str, title: str, rows: Sequence[tuple[str, Figures]], details: Mapping[str, Any]
+) -> None:
+    """The table, then the document."""
+    print(table(title, rows))
+    document = {
+        "benchmark": benchmark,
+        "machine": machine(),
+        **details,
+    }
+    print(json.dumps(document), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

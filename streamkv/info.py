@@ -1,0 +1,116 @@
+"""`streamkv info`: a model in words and numbers, before it is served.
+
+Owns what is said. Reads a checkpoint's headers; loads weights only to measure (`--profile`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from .bench.options import InfoConfig
+from .bench.profile import Profiled, Step, print_profile, profile, steps_of
+from .config import EngineConfig
+from .errors import ConfigError
+from .models import ModelConfig, build_model
+from .ops.cpu_count import num_usable_cores
+from .ops.extension import load_extension
+from .runner.cost import describe
+from .runner.cpu_model import DTYPES, load_cpu_model
+from .runner.kv_cache import MemoryShare
+from .runner.program import ProgramSpec
+from .runner.recorder import Recorder, build_program, input_dtype
+from .weights.hub import Checkpoint, resolve_checkpoint
+from .weights.loader import ITEM_BYTES, open_checkpoint, packed_bytes
+
+
+def print_info(engine_config: EngineConfig, options: InfoConfig) -> int:
+    """Facts about the model, then what the options ask for. Returns the exit code."""
+    checkpoint = resolve_checkpoint(engine_config.model)
+    source = open_checkpoint(checkpoint)
+    try:
+        model = build_model(ModelConfig.from_dict(source.config))
+    finally:
+        source.close()
+    dtype = DTYPES[engine_config.dtype]
+    for name, value in facts(checkpoint, model, dtype, engine_config).items():
+        print(f"{name:16} {value}")
+    if options.program:
+        spec = Recorder(max_model_len=model.config.max_position_embeddings).record(model)
+        for step in steps_of(options):
+            print()
+            print(describe_step(spec, step, dtype))
+    if options.profile:
+        print()
+        print_measured(engine_config, checkpoint, options)
+    return 0
+
+
+def facts(
+    checkpoint: Checkpoint, model: Any, dtype: str, engine_config: EngineConfig
+) -> dict[str, str]:
+    config, parameters = model.config, list(model.parameters())
+    num_parameters = sum(math.prod(parameter.shape) for parameter in parameters)
+    kv_width = 2 * config.num_key_value_heads * config.head_dim
+    kv_bytes = config.num_hidden_layers * kv_width * ITEM_BYTES[dtype]
+    heads = f"{config.num_attention_heads} heads / {config.num_key_value_heads} KV heads"
+    cpu = load_extension()
+    return {
+        "checkpoint": f"{checkpoint.path} ({checkpoint.kind})",
+        "parameters": f"{num_parameters:,}",
+        "layers": f"{config.num_hidden_layers}, hidden {config.hidden_size}, "
+        f"{heads} of {config.head_dim}, MLP {config.intermediate_size}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "weights": f"{packed_bytes(parameters, dtype) / 2**20:,.1f} MiB as {dtype}",
+        "KV cache": f"{kv_bytes:,} bytes a token",
+        "threads": str(engine_config.threads or num_usable_cores()),
+        "instructions": f"{cpu.isa()} of {', '.join(cpu.available_isas())}",
+    }
+
+
+def describe_step(spec: ProgramSpec, step: Step, dtype: str) -> str:
+    return describe(
+        spec,
+        num_tokens=step.num_tokens,
+        num_logit_rows=len(step.rows),
+        context=max(context for _, context in step.rows),
+        dtype=dtype,
+    )
+
+
+def print_measured(
+    engine_config: EngineConfig, checkpoint: Checkpoint, options: InfoConfig
+) -> None:
+    """Load the model as the engine does, and profile its program."""
+    share = MemoryShare(engine_config, None)
+    try:
+        loaded = load_cpu_model(engine_config, checkpoint, share, lambda stage, fraction: None)
+        plan, steps = loaded.plan, steps_of(options)
+        for step in steps:
+            if step.num_blocks(plan.block_size) > plan.num_blocks:
+                raise ConfigError(
+                    f"{step.name}: needs {step.num_blocks(plan.block_size)} KV blocks, the cache "
+                    f"has {plan.num_blocks}; ask for fewer rows or a shorter context"
+                )
+        spec = Recorder(max_model_len=plan.max_model_len).record(loaded.model)
+        program = build_program(spec, loaded.weights, loaded.cache)
+        program.reserve(max(s.num_tokens for s in steps), max(len(s.rows) for s in steps))
+        profiled = Profiled(
+            loaded.cpu,
+            loaded.team,
+            spec,
+            program,
+            loaded.dtype,
+            input_dtype(loaded.weights),
+            loaded.model.config.vocab_size,
+            plan.block_size,
+        )
+        measured = profile(profiled, steps, options.rounds)
+        details = {"config": msgspec.to_builtins(engine_config), "isa": loaded.cpu.isa()}
+        title = f"{engine_config.model_id}, {loaded.dtype}, {loaded.cpu.isa()}"
+        print_profile("profile", title, measured, details)
+    finally:
+        share.release()

@@ -1,0 +1,180 @@
+"""What a program costs: bytes moved and operations of each op, for a step of any shape.
+
+Owns the model, not the measuring. Knows no machine. Invariant: the numbers follow from the spec and
+the step alone: each weight is read once in a step, each activation once where it is read and once
+where it is written, each row's context once. What caches save isn't in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..ops import Parameter
+from .program import (
+    ACTIVATION_BYTES,
+    DTYPE_BYTES,
+    Embedding,
+    Extent,
+    Linear,
+    LinearSiluMul,
+    Op,
+    PagedAttention,
+    ProgramSpec,
+    RmsNorm,
+    Rotary,
+    SelectRows,
+    StoreKv,
+)
+
+LAYER_NUMBER = re.compile(r"\.\d+\.")
+
+
+class StepShape(NamedTuple):
+    """The numbers of a step that its cost depends on."""
+
+    num_tokens: int
+    num_logit_rows: int
+    context_tokens: int  # over rows, how long their contexts are: what attention reads
+    attended_tokens: int  # over tokens, how many each attends to
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, int]], num_logit_rows: int) -> StepShape:
+        """From each row's (number of tokens, context length after the step)."""
+        attended = sum(tokens * context - tokens * (tokens - 1) // 2 for tokens, context in rows)
+        return cls(
+            num_tokens=sum(tokens for tokens, _ in rows),
+            num_logit_rows=num_logit_rows,
+            context_tokens=sum(context for _, context in rows),
+            attended_tokens=attended,
+        )
+
+
+class Cost(NamedTuple):
+    """Of an op, or of several together."""
+
+    num_bytes: int
+    num_operations: int  # a multiplication and an addition are two
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(self.num_bytes + other.num_bytes, self.num_operations + other.num_operations)
+
+
+def cost_of(
+    spec: ProgramSpec, op: Op, step: StepShape, *, dtype: str = "bfloat16", input_bytes: int = 4
+) -> Cost:
+    """`dtype` is that of the weights and the KV cache. An op without rows costs nothing."""
+    weight_bytes = DTYPE_BYTES[dtype]
+    if not isinstance(op, StoreKv) and not _num_rows(spec, op.out, step):
+        return Cost(0, 0)
+
+    def moved(*buffers: int) -> int:
+        return sum(
+            _num_rows(spec, index, step) * spec.buffers[index].row_bytes(input_bytes)
+            for index in buffers
+            if index >= 0
+        )
+
+    match op:
+        case Embedding():
+            width = op.weight.shape[1]
+            return Cost(step.num_tokens * width * weight_bytes + moved(op.out), 0)
+        case RmsNorm():
+            (width,) = op.weight.shape
+            num_values = _num_rows(spec, op.x, step) * width
+            return Cost(moved(op.x, op.out) + width * ACTIVATION_BYTES, 4 * num_values)
+        case Linear() | LinearSiluMul():
+            outputs, depth = op.weight.shape
+            residual = op.residual if isinstance(op, Linear) else -1
+            vector = outputs * ACTIVATION_BYTES if op.bias is not None else 0
+            return Cost(
+                outputs * depth * weight_bytes + vector + moved(op.x, residual, op.out),
+                2 * _num_rows(spec, op.x, step) * outputs * depth,
+            )
+        case Rotary():
+            width = (op.shape.num_heads + op.shape.num_kv_heads) * op.shape.head_dim
+            table = step.num_tokens * op.shape.head_dim * ACTIVATION_BYTES
+            return Cost(moved(op.x, op.out) + table, 3 * step.num_tokens * width)
+        case StoreKv():
+            width = 2 * op.shape.num_kv_heads * op.shape.head_dim
+            return Cost(step.num_tokens * width * (ACTIVATION_BYTES + weight_bytes), 0)
+        case PagedAttention():
+            width = 2 * op.shape.num_kv_heads * op.shape.head_dim
+            queries = step.num_tokens * op.shape.q_width * ACTIVATION_BYTES
+            context = step.context_tokens * width * weight_bytes
+            return Cost(
+                queries + context + moved(op.out), 4 * step.attended_tokens * op.shape.q_width
+            )
+        case SelectRows():
+            return Cost(2 * moved(op.out), 0)
+
+
+def _num_rows(spec: ProgramSpec, buffer: int, step: StepShape) -> int:
+    is_tokens = spec.buffers[buffer].extent is Extent.TOKENS
+    return step.num_tokens if is_tokens else step.num_logit_rows
+
+
+def label(op: Op) -> str:
+    """What the op works with, the same for all layers: "model.layers.*.mlp.down_proj"."""
+    weight: Parameter | None = getattr(op, "weight", None)
+    if weight is not None:
+        return LAYER_NUMBER.sub(".*.", weight.name.removesuffix(".weight"))
+    if isinstance(op, (Rotary, StoreKv, PagedAttention)):
+        shape = op.shape
+        return f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
+    return "rows that want logits"
+
+
+def describe(
+    spec: ProgramSpec,
+    *,
+    num_tokens: int,
+    num_logit_rows: int,
+    context: int,
+    dtype: str = "bfloat16",
+    input_bytes: int = 4,
+) -> str:
+    """A table of what a step costs, ops of all layers together.
+
+    The tokens are spread evenly over the rows that want logits (or are one row's, if none does),
+    and after the step each row has `context` tokens.
+    """
+    num_rows = max(1, min(num_logit_rows, num_tokens))
+    counts = [(num_tokens + index) // num_rows for index in range(num_rows)]
+    step = StepShape.of_rows([(count, max(context, count)) for count in counts], num_logit_rows)
+    groups: dict[tuple[str, str], list[Cost]] = {}
+    for op in spec.ops:
+        cost = cost_of(spec, op, step, dtype=dtype, input_bytes=input_bytes)
+        groups.setdefault((op.name, label(op)), []).append(cost)
+    totals = {key: _sum(costs) for key, costs in groups.items()}
+    everything = _sum(totals.values())
+    name_width = max(len(f"{name} {of}") for name, of in groups)
+    layout = spec.layout(input_bytes)
+    lines = [
+        f"{len(spec.ops)} ops, {len(spec.buffers)} buffers, arena {layout.bytes_per_token:,} bytes "
+        f"per token and {layout.bytes_per_logit_row:,} per logit row",
+        f"a step of {num_tokens} tokens in {num_rows} rows with {context} tokens of context, "
+        f"{num_logit_rows} want logits, {dtype}:",
+        f"{'op':{name_width}}  times {'MB':>10} {'MFLOP':>10} {'FLOP/byte':>10}",
+    ]
+    for (name, of), total in totals.items():
+        times = len(groups[name, of])
+        lines.append(_line(f"{name} {of}", name_width, times, total))
+    lines.append(_line("all", name_width, len(spec.ops), everything))
+    return "\n".join(lines)
+
+
+def _sum(costs: Iterable[Cost]) -> Cost:
+    total = Cost(0, 0)
+    for cost in costs:
+        total = total.plus(cost)
+    return total
+
+
+def _line(title: str, width: int, times: int, cost: Cost) -> str:
+    intensity = cost.num_operations / max(1, cost.num_bytes)
+    return (
+        f"{title:{width}}  {times:5} {cost.num_bytes / 1e6:10.3f} "
+        f"{cost.num_operations / 1e6:10.3f} {intensity:10.1f}"
+    )

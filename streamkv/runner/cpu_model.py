@@ -1,0 +1,175 @@
+"""A model on the CPU, loaded: weights packed for the kernels, KV cache, threads.
+
+Owns the order of loading and what of it is the operator's or the checkpoint's fault. Knows neither
+steps nor rows, and no torch. Invariant: what is returned computed one token, and its logits were
+numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import EngineConfig
+from ..errors import ConfigError, ModelLoadError
+from ..models import ModelConfig, build_model
+from ..models.llama import LlamaForCausalLM
+from ..ops.cpu_count import num_usable_cores
+from ..ops.extension import load_extension
+from ..protocol import RunnerInfo
+from ..weights.hub import Checkpoint
+from ..weights.loader import (
+    ITEM_BYTES,
+    PackedWeights,
+    load_packed,
+    open_checkpoint,
+    packed_bytes,
+)
+from .kv_cache import (
+    CPU_LIMIT_BYTES,
+    KVCachePlan,
+    MemoryShare,
+    available_memory_bytes,
+    format_bytes,
+    max_step_tokens,
+    plan_memory,
+)
+
+DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
+
+Progress = Callable[[str, float], None]
+
+
+class CpuModel(NamedTuple):
+    """All that a step needs but the rows. Whoever drops it gives the memory back."""
+
+    cpu: ModuleType
+    model: LlamaForCausalLM
+    plan: KVCachePlan
+    team: Any  # _cpu.Team
+    weights: PackedWeights
+    cache: Any  # _cpu.KvCache
+    dtype: str
+
+    def runner(self, config: EngineConfig, program: Any, logits_buffer: int) -> Any:
+        """A _cpu.Runner of this model. `program` may be None, for the halves around a forward."""
+        return self.cpu.Runner(
+            program,
+            self.team,
+            self.cache,
+            logits_buffer,
+            num_rows=config.max_num_seqs,
+            max_model_len=self.plan.max_model_len,
+            vocab_size=self.model.config.vocab_size,
+            max_tokens=max_step_tokens(config, self.plan.max_model_len),
+        )
+
+    def info(self, ops: str) -> RunnerInfo:
+        num_threads = self.team.num_threads
+        threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+        return RunnerInfo(
+            device="cpu",
+            dtype=self.dtype,
+            max_model_len=self.plan.max_model_len,
+            vocab_size=self.model.config.vocab_size,
+            block_size=self.plan.block_size,
+            num_blocks=self.plan.num_blocks,
+            kv_bytes_per_token=self.plan.block_bytes // self.plan.block_size,
+            weight_bytes=sum(_num_bytes(weight) for weight in self.weights.values()),
+            ops=f"{ops} ({self.cpu.isa()}, {threads})",
+        )
+
+
+def load_cpu_model(
+    config: EngineConfig, checkpoint: Checkpoint, share: MemoryShare, progress: Progress
+) -> CpuModel:
+    """Load weights, plan and take KV memory, from `share`.
+
+    Raises ModelLoadError for what is wrong with the checkpoint and ConfigError for what is wrong
+    with the wishes; what was reserved before that is the caller's to release.
+    """
+    cpu, dtype = load_extension(), DTYPES[config.dtype]
+    num_threads = config.threads or num_usable_cores()
+    share.measure(available_memory_bytes)
+    progress("opening checkpoint", 0.0)
+    source = open_checkpoint(checkpoint)
+    try:
+        model = build_model(ModelConfig.from_dict(source.config))
+        parameters = list(model.parameters())
+        share.reserve("weights", packed_bytes(parameters, dtype))
+        with _explained("the weights"):
+            weights = load_packed(
+                cpu,
+                source,
+                parameters,
+                dtype=dtype,
+                num_threads=num_threads,
+                progress=lambda fraction: progress("loading weights", fraction),
+            )
+    finally:
+        source.close()
+    progress("allocating KV cache", 1.0)
+    plan = plan_memory(
+        config,
+        model.config,
+        item_bytes=ITEM_BYTES[dtype],
+        free_bytes=share.free_bytes,
+        limit_bytes=CPU_LIMIT_BYTES,
+    )
+    # One block, and an override, are given whatever is left.
+    share.reserve("KV cache", plan.num_bytes, overcommit=True)
+    with _explained(f"{plan.num_blocks} KV blocks ({format_bytes(plan.num_bytes)})"):
+        cache = cpu.KvCache(  # pages are committed when a block is first written
+            dtype,
+            plan.num_blocks,
+            model.config.num_hidden_layers,
+            model.config.num_key_value_heads,
+            plan.block_size,
+            model.config.head_dim,
+        )
+    return CpuModel(cpu, model, plan, cpu.Team(num_threads), weights, cache, dtype)
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """What the extension raises, as what the operator can do about it."""
+    try:
+        yield
+    except MemoryError as error:
+        raise ConfigError(
+            f"{what} can't be allocated: use a smaller model or dtype, or lower "
+            "--gpu-memory-utilization or --num-gpu-blocks-override"
+        ) from error
+    except ValueError as error:
+        raise unsupported(error) from error
+
+
+def unsupported(error: ValueError) -> ModelLoadError:
+    """What to raise for sizes that the kernels refuse."""
+    return ModelLoadError(f"the kernels can't run this model: {error}; try --ops reference")
+
+
+def one_token(cpu: ModuleType) -> Any:
+    """A Batch of token 0 at the first slot: what is computed to see whether a model works."""
+    zero = np.zeros(1, np.int32)
+    return cpu.Batch(zero, zero, zero, np.array([0, 1], np.int32), zero + 1, zero[:, None], zero)
+
+
+def check_finite(checkpoint: Checkpoint, logits: NDArray[np.float32]) -> None:
+    """Raise unless the logits of `one_token` are numbers. (A broken embedding of another token
+    fails its rows.)"""
+    if not np.isfinite(logits).all():
+        raise ModelLoadError(
+            f"{checkpoint.path}: the weights are broken: expected finite logits for token 0, got "
+            "NaN or infinity; get the checkpoint again"
+        )
+
+
+def _num_bytes(weight: Any) -> int:
+    """Of a PackedWeight or an array."""
+    return int(weight.nbytes if isinstance(weight, np.ndarray) else weight.num_bytes)

@@ -1,0 +1,74 @@
+"""Which runner serves a configuration. The one place that decides, once, at start.
+
+Imports a runner only when it is the one: torch is not loaded for a CPU. Invariant: what was asked
+for is what runs, or ConfigError says why not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Literal
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..protocol import Runner
+from ..weights.hub import Checkpoint
+from .kv_cache import MemoryBudget
+
+logger = logging.getLogger(__name__)
+
+# The drivers' own: NVIDIA's, the one of its embedded boards, and the one inside WSL.
+CUDA_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")
+
+
+def build_runner(
+    config: EngineConfig, checkpoint: Checkpoint, budget: MemoryBudget | None = None
+) -> Runner:
+    """A runner that has still to `load`. `budget` is shared by the models of a process; None:
+    one of its own. ConfigError."""
+    device = _select_device(config)
+    if device == "cuda" and config.ops == "native":
+        raise ConfigError("ops: the native kernels run on a CPU; use --ops reference on a GPU")
+    if device == "cpu" and config.ops != "reference":
+        from .cpu_runner import CpuRunner, EagerCpuRunner
+
+        runner_type = EagerCpuRunner if config.enforce_eager else CpuRunner
+        return runner_type(config, checkpoint, budget)
+    _require_torch()
+    from .torch_runner import TorchRunner
+
+    return TorchRunner(config, checkpoint, budget)
+
+
+def _select_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
+    if config.device == "cpu" or (config.device == "auto" and config.ops == "native"):
+        return "cpu"
+    if config.device == "auto" and not any(os.path.exists(path) for path in CUDA_DEVICE_FILES):
+        return "cpu"
+    if _has_cuda(config):
+        return "cuda"
+    if config.device == "cuda":
+        raise ConfigError("device: expected a CUDA device, torch finds none; use --device cpu")
+    return "cpu"
+
+
+def _has_cuda(config: EngineConfig) -> bool:
+    try:
+        import torch
+    except ImportError:
+        if config.device == "auto":
+            logger.warning("there is a GPU, but torch isn't installed: running on the CPU")
+            return False
+        _require_torch()
+    return torch.cuda.is_available()
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"GPUs and --ops reference need torch, which can't be imported ({error}); "
+            "install torch, or use --device cpu with --ops native"
+        ) from error

@@ -1,0 +1,252 @@
+"""TorchRunner: StepInput to StepOutput over torch, on any device it knows.
+
+The GPU's runner, and on a CPU the oracle of the native one (`--ops reference`). Owns the weights,
+the KV cache and the rows of one model, and its share of the memory budget. Knows nothing of
+requests, text or scheduling. Every method is called on the device thread. Invariant: a step never
+raises, and after a failed one the rows are as the next StepInput expects them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import EngineConfig
+from ..errors import ConfigError, ModelLoadError, StreamkvError
+from ..models import ModelConfig, build_model
+from ..models.llama import LlamaForCausalLM
+from ..ops import Batch
+from ..ops.reference import REFERENCE
+from ..protocol import RunnerInfo, StepInput, StepOutput
+from ..weights.hub import Checkpoint
+from ..weights.loader import open_checkpoint
+from ..weights.torch_loader import load_parameters, weight_bytes
+from .kv_cache import (
+    CPU_LIMIT_BYTES,
+    KVCachePlan,
+    MemoryBudget,
+    MemoryShare,
+    available_memory_bytes,
+    format_bytes,
+    plan_memory,
+)
+from .rows import Rows
+from .sampler import Sampled, sample
+from .torch_ops import TorchOps
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class _Loaded(NamedTuple):
+    """What `load` builds and `close` drops, as one."""
+
+    model: LlamaForCausalLM
+    ops: TorchOps
+    kv_cache: Tensor
+    rows: Rows
+
+
+class TorchRunner:
+    """Runs one checkpoint. `budget` is shared by the models of a process; None: one of its own."""
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, budget: MemoryBudget | None = None
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._share = MemoryShare(config, budget)
+        self._loaded: _Loaded | None = None
+        self._device = torch.device("cpu")
+
+    def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
+        """Load weights, plan and take KV memory.
+
+        Raises ModelLoadError for what is wrong with the checkpoint and ConfigError for what is
+        wrong with the wishes; memory taken before that is given back.
+        """
+        try:
+            return self._load(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, step: StepInput) -> StepOutput:
+        """Run one step; what goes wrong is `error` in the output."""
+        started = time.perf_counter()
+        try:
+            sampled = self._run(step)
+        except Exception as exc:
+            logger.exception("step %d failed", step.step_id)
+            reason = str(exc) if isinstance(exc, StreamkvError) else f"{type(exc).__name__}: {exc}"
+            return StepOutput(
+                step_id=step.step_id,
+                sampled=b"",
+                error=" ".join(reason.split()),
+                duration_s=time.perf_counter() - started,
+            )
+        return StepOutput(
+            step_id=step.step_id,
+            sampled=sampled.token_ids.tobytes(),
+            logprobs=sampled.logprobs,
+            failed=sampled.failed.tobytes(),
+            duration_s=time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        """Give back all memory; idempotent."""
+        self._loaded = None
+        self._share.release()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
+        config, dtype = self._config, DTYPES[self._config.dtype]
+        self._device = _select_device(config)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self._share.measure(self._available_bytes)
+        progress("opening checkpoint", 0.0)
+        source = open_checkpoint(self._checkpoint)
+        try:
+            model = build_model(ModelConfig.from_dict(source.config))
+            self._share.reserve("weights", weight_bytes(list(model.parameters()), dtype))
+            weights = load_parameters(
+                source,
+                list(model.parameters()),
+                dtype=dtype,
+                device=self._device,
+                progress=lambda fraction: progress("loading weights", fraction),
+            )
+        finally:
+            source.close()
+        progress("allocating KV cache", 1.0)
+        plan = plan_memory(
+            config,
+            model.config,
+            item_bytes=dtype.itemsize,
+            free_bytes=self._share.free_bytes,
+            limit_bytes=CPU_LIMIT_BYTES if self._device.type == "cpu" else None,
+        )
+        # One block, and an override, are given whatever is left.
+        self._share.reserve("KV cache", plan.num_bytes, overcommit=True)
+        kv_cache = self._allocate_kv_cache(model.config, plan, dtype)
+        ops = TorchOps(REFERENCE, weights, kv_cache, max_model_len=plan.max_model_len)
+        self._try_out(model, ops)
+        self._loaded = _Loaded(model, ops, kv_cache, _build_rows(config, plan, model.config))
+        info = RunnerInfo(
+            device=str(self._device),
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=plan.max_model_len,
+            vocab_size=model.config.vocab_size,
+            block_size=plan.block_size,
+            num_blocks=plan.num_blocks,
+            kv_bytes_per_token=plan.block_bytes // plan.block_size,
+            weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
+            ops=REFERENCE.describe(),
+        )
+        logger.debug("loaded %s: %s", config.model_id, info)
+        return info
+
+    def _available_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return available_memory_bytes()
+
+    def _allocate_kv_cache(
+        self, model_config: ModelConfig, plan: KVCachePlan, dtype: torch.dtype
+    ) -> Tensor:
+        """Not cleared: on a CPU pages are committed when a block is first written."""
+        shape = (
+            plan.num_blocks,
+            model_config.num_hidden_layers,
+            2,
+            model_config.num_key_value_heads,
+            plan.block_size,
+            model_config.head_dim,
+        )
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"{plan.num_blocks} KV blocks ({format_bytes(plan.num_bytes)}) can't be "
+                "allocated: lower --gpu-memory-utilization or --num-gpu-blocks-override "
+                f"({' '.join(str(exc).split())})"
+            ) from exc
+
+    @torch.inference_mode()
+    def _try_out(self, model: LlamaForCausalLM, ops: TorchOps) -> None:
+        """Compute one token: kernels that can't serve this model, and weights that are not
+        numbers, are seen at load. (A broken embedding of another token fails its rows.)"""
+        zero = torch.zeros(1, dtype=torch.int32, device=self._device)
+        batch = Batch(
+            token_ids=zero,
+            positions=zero,
+            slots=zero,
+            query_start=torch.arange(2, dtype=torch.int32, device=self._device),
+            context_lens=zero + 1,
+            block_tables=zero[:, None],
+            logit_rows=zero,
+        )
+        try:
+            logits = model.logits(ops, model.forward(ops, batch))
+        except (RuntimeError, ValueError) as exc:
+            raise ModelLoadError(f"the kernels can't run this model: {exc}") from exc
+        if not bool(torch.isfinite(logits).all()):
+            raise ModelLoadError(
+                f"{self._checkpoint.path}: the weights are broken: expected finite logits for "
+                "token 0, got NaN or infinity; get the checkpoint again"
+            )
+
+    @torch.inference_mode()
+    def _run(self, step: StepInput) -> Sampled:
+        if self._loaded is None:
+            raise ModelLoadError("no model is loaded")
+        model, ops, kv_cache, rows = self._loaded
+        rows.apply(step)
+        for source, target in np.frombuffer(step.copies, np.int32).reshape(-1, 2).tolist():
+            kv_cache[target] = kv_cache[source]
+        scheduled = np.frombuffer(step.scheduled, np.int32).reshape(-1, 4)
+        asking = rows.asking(scheduled)
+        if not len(scheduled):
+            return Sampled.none()
+        arrays = rows.batch(scheduled)
+        try:
+            batch = Batch(*(torch.from_numpy(array).to(self._device) for array in arrays))
+            hidden = model.forward(ops, batch)
+            if not len(asking.rows):
+                return Sampled.none()
+            sampled = sample(model.logits(ops, hidden), rows.sampling_batch(asking))
+        except Exception:
+            # A step that was sent ahead builds on these tokens; its rows are lost, others aren't.
+            rows.keep(asking, np.zeros(len(asking.rows), np.int32))
+            raise
+        rows.keep(asking, sampled.token_ids)
+        return sampled
+
+
+def _select_device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if config.device == "cuda":
+        raise ConfigError("device: expected a CUDA device, torch finds none; use --device cpu")
+    return torch.device("cpu")
+
+
+def _build_rows(config: EngineConfig, plan: KVCachePlan, model_config: ModelConfig) -> Rows:
+    return Rows(
+        num_rows=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        vocab_size=model_config.vocab_size,
+    )

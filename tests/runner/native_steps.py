@@ -1,0 +1,153 @@
+"""Steps for a native runner without a model: made by hand, and at random."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+
+from streamkv._cpu import KvCache, Runner, Team
+from streamkv.protocol import Ask, RowAdded, RowSampling, StepInput, pack_ints
+
+NUM_ROWS = 6
+MAX_MODEL_LEN = 50  # the last block of 4 is not full
+BLOCK_SIZE = 4
+NUM_BLOCKS = 200
+VOCAB_SIZE = 64
+MAX_TOKENS = 80
+GREEDY = RowSampling(
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    seed=0,
+    choice=0,
+    min_tokens=0,
+    num_logprobs=-1,
+    min_tokens_stop_ids=b"",
+    bias_ids=b"",
+    bias_values=b"",
+)
+
+
+def small_cache() -> KvCache:
+    return KvCache("float32", NUM_BLOCKS, 2, 1, BLOCK_SIZE, 16)
+
+
+def native_runner(cache: KvCache | None = None, num_threads: int = 2) -> Runner:
+    return Runner(
+        None,
+        Team(num_threads),
+        cache or small_cache(),
+        0,
+        num_rows=NUM_ROWS,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        max_tokens=MAX_TOKENS,
+    )
+
+
+def make_step(step_id: int, scheduled=(), *, removed=(), added=(), appended=(), copies=()):
+    """`added`: RowAdded, or (row, token ids, block ids) of a greedy row."""
+    return StepInput(
+        step_id=step_id,
+        removed=pack_ints(removed),
+        added=tuple(
+            one
+            if isinstance(one, RowAdded)
+            else RowAdded(one[0], len(one[1]), pack_ints(one[1]), pack_ints(one[2]), GREEDY)
+            for one in added
+        ),
+        appended=pack_ints(value for pair in appended for value in pair),
+        scheduled=pack_ints(value for entry in scheduled for value in entry),
+        copies=pack_ints(value for pair in copies for value in pair),
+    )
+
+
+@dataclass
+class _Running:
+    num_tokens: int
+    num_computed: int
+    num_blocks: int
+
+
+@dataclass
+class RandomSteps:
+    """Steps as a scheduler could send them, and some that only the protocol allows."""
+
+    rng: random.Random
+    running: dict[int, _Running] = field(default_factory=dict)
+    step_id: int = 0
+
+    def next(self) -> StepInput:
+        removed = [row for row in self.running if self.rng.random() < 0.08]
+        for row in removed:
+            del self.running[row]
+        free = [row for row in range(NUM_ROWS) if row not in self.running]
+        added = [self.add(row) for row in free if self.rng.random() < 0.3]
+        appended: list[tuple[int, int]] = []
+        scheduled: list[tuple[int, ...]] = []
+        num_tokens = 0
+        for row in self.rng.sample(list(self.running), len(self.running)):
+            if self.rng.random() < 0.8:
+                one = self._schedule(row, MAX_TOKENS - num_tokens, appended)
+                num_tokens += sum(entry[2] for entry in one)
+                scheduled += one
+        self.step_id += 1
+        return make_step(self.step_id, scheduled, removed=removed, added=added, appended=appended)
+
+    def add(self, row: int) -> RowAdded:
+        rng = self.rng
+        num_tokens = rng.randrange(1, 25)
+        num_blocks = -(-num_tokens // BLOCK_SIZE) + rng.randrange(2)
+        self.running[row] = _Running(num_tokens, 0, num_blocks)
+        return RowAdded(
+            row=row,
+            num_prompt_tokens=rng.randrange(1, num_tokens + 1),
+            token_ids=pack_ints(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)),
+            block_ids=pack_ints(rng.randrange(NUM_BLOCKS) for _ in range(num_blocks)),
+            sampling=self.sampling(),
+        )
+
+    def _schedule(
+        self, row: int, budget: int, appended: list[tuple[int, int]]
+    ) -> list[tuple[int, ...]]:
+        """The next tokens of a row, all or a few, if there are any and they fit."""
+        rng, state = self.rng, self.running[row]
+        start = state.num_computed
+        left = min(min(state.num_tokens, MAX_MODEL_LEN) - start, budget)
+        if left <= 0:
+            return []
+        end = start + (left if rng.random() < 0.6 else rng.randrange(1, left + 1))
+        while end > state.num_blocks * BLOCK_SIZE:
+            appended.append((row, rng.randrange(NUM_BLOCKS)))
+            state.num_blocks += 1
+        asks = end == state.num_tokens
+        state.num_computed = end
+        state.num_tokens += asks
+        return [(row, start, end - start, Ask.SAMPLE if asks else Ask.NONE)]
+
+    def sampling(self) -> RowSampling:
+        rng = self.rng
+        bias_ids = rng.sample(range(VOCAB_SIZE + 5), rng.choice([0, 0, 3]))
+        return RowSampling(
+            temperature=rng.choice([0.0, 0.7, 1.3]),
+            top_p=rng.choice([1.0, 0.8]),
+            top_k=rng.choice([0, 5]),
+            min_p=rng.choice([0.0, 0.05]),
+            presence_penalty=rng.choice([0.0, 0.0, 1.5]),
+            frequency_penalty=rng.choice([0.0, 0.0, -0.75]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.5]),
+            seed=rng.randrange(-(2**63), 2**63),
+            choice=rng.randrange(3),
+            min_tokens=rng.choice([0, 4]),
+            num_logprobs=rng.choice([-1, -1, 0, 3]),
+            min_tokens_stop_ids=pack_ints(
+                rng.choice([(), (1, 2, VOCAB_SIZE + 9), range(VOCAB_SIZE), range(60)])
+            ),
+            bias_ids=pack_ints(bias_ids),
+            bias_values=array("f", (rng.uniform(-5, 5) for _ in bias_ids)).tobytes(),
+        )

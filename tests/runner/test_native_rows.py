@@ -1,0 +1,280 @@
+"""The rows in C++ against runner/rows.py and runner/sampler.py."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from runner.native_steps import (
+    BLOCK_SIZE,
+    GREEDY,
+    MAX_MODEL_LEN,
+    NUM_BLOCKS,
+    NUM_ROWS,
+    VOCAB_SIZE,
+    RandomSteps,
+    make_step,
+    native_runner,
+    small_cache,
+)
+
+from streamkv._cpu import Team, ops
+from streamkv.protocol import (
+    RowAdded,
+    StepInput,
+    StepOutput,
+    decode_output,
+    encode_step,
+    pack_ints,
+    unpack_ints,
+)
+from streamkv.runner.rows import Rows
+from streamkv.runner.sampler import Sampled, sample
+
+BATCH_FIELDS = (
+    "token_ids",
+    "positions",
+    "slots",
+    "query_start",
+    "context_lens",
+    "block_tables",
+    "logit_rows",
+)
+
+
+def python_rows() -> Rows:
+    return Rows(
+        num_rows=NUM_ROWS,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def random_logits(num_rows: int, rng: random.Random) -> np.ndarray:
+    logits = np.random.default_rng(rng.randrange(2**32)).normal(size=(num_rows, VOCAB_SIZE)) * 3
+    logits = logits.astype(np.float32)
+    for row in range(num_rows):
+        if rng.random() < 0.05:
+            logits[row, rng.randrange(VOCAB_SIZE)] = rng.choice([math.nan, math.inf])
+    return logits
+
+
+# --- the oracle: the same step by step ----------------------------------------------------------
+
+
+class Pair:
+    """A native runner and the rows in Python, given the same steps."""
+
+    def __init__(self) -> None:
+        self.native = native_runner()
+        self.python = python_rows()
+
+    def run(self, step: StepInput, rng: random.Random, *, fails: bool = False) -> StepOutput:
+        """`fails`: the forward pass does."""
+        batch = self.native.prepare(encode_step(step))
+        self.python.apply(step)
+        scheduled = np.frombuffer(step.scheduled, np.int32).reshape(-1, 4)
+        asking = self.python.asking(scheduled)
+        logits = random_logits(len(asking.rows), rng)
+        if not len(scheduled):
+            assert batch is None
+            return decode_output(self.native.sample(logits))
+        expected = self.python.batch(scheduled)
+        for name in BATCH_FIELDS:
+            got = np.asarray(getattr(batch, name))
+            assert got.dtype == np.int32
+            np.testing.assert_array_equal(got, getattr(expected, name), err_msg=name)
+        if fails:
+            self.python.keep(asking, np.zeros(len(asking.rows), np.int32))
+            return decode_output(self.native.fail("told to fail"))
+        output = decode_output(self.native.sample(logits))
+        sampled = Sampled.none()
+        if len(asking.rows):
+            sampled = sample(torch.from_numpy(logits), self.python.sampling_batch(asking))
+            self.python.keep(asking, sampled.token_ids)
+        check_sampled(output, sampled)
+        return output
+
+
+def check_sampled(output: StepOutput, expected: Sampled) -> None:
+    assert output.error == ""
+    assert [*unpack_ints(output.sampled)] == expected.token_ids.tolist()
+    assert [*unpack_ints(output.failed)] == expected.failed.tolist()
+    assert len(output.logprobs) == len(expected.logprobs)
+    for got, wanted in zip(output.logprobs, expected.logprobs, strict=True):
+        assert (got is None) == (wanted is None)
+        if got is not None and wanted is not None:
+            assert (got.rank, got.top_ids) == (wanted.rank, wanted.top_ids)
+            assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+            np.testing.assert_allclose(
+                np.frombuffer(got.top_logprobs, np.float32),
+                np.frombuffer(wanted.top_logprobs, np.float32),
+                atol=1e-5,
+            )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_and_tokens_are_those_of_the_rows_in_python(seed):
+    rng = random.Random(seed)
+    pair, steps = Pair(), RandomSteps(rng)
+    num_sampled = 0
+    for _ in range(100):
+        step = steps.next()
+        output = pair.run(step, rng, fails=rng.random() < 0.03)
+        assert output.step_id == step.step_id
+        num_sampled += len(output.sampled) // 4
+    assert num_sampled > 50
+
+
+def test_what_one_step_samples_the_next_one_reads_also_after_a_failure():
+    pair, rng = Pair(), random.Random(0)
+    pair.run(make_step(0, [(0, 0, 3, 1), (1, 0, 2, 0)], added=[(0, [5, 6, 7], [9]),
+             (1, [8, 9, 1], [3])]), rng)  # fmt: skip
+    failed = pair.run(make_step(1, [(0, 3, 1, 1), (1, 2, 1, 1)]), rng, fails=True)
+    assert (failed.step_id, failed.sampled, failed.error) == (1, b"", "told to fail")
+    pair.run(make_step(2, [(1, 3, 1, 1), (0, 4, 1, 1)], appended=[(0, 10)]), rng)
+
+
+# --- what breaks the protocol -------------------------------------------------------------------
+
+FIRST = make_step(0, added=[(0, [1, 2, 3], [6])])
+BAD_STEPS = [
+    (make_step(1, [(0, 0, 9, 1)]), "positions 0 to 9 are scheduled, known are 3 tokens in 1"),
+    (make_step(1, [(0, 3, 0, 1)]), "positions 3 to 3"),
+    (make_step(1, [(0, -1, 1, 1)]), "positions -1 to 0"),
+    (make_step(1, [(5, 0, 1, 1)]), "known are 0 tokens in 0 blocks"),
+    (make_step(1, [(0, 0, 1, 0), (6, 0, 1, 1)]), "scheduled rows: expected 0 .. 5, got 0 .. 6"),
+    (make_step(1, [(-1, 0, 1, 1)]), "scheduled rows"),
+    (make_step(1, [(1, 0, 5, 1)], added=[(1, [4] * 5, [3])]), "5 tokens in 1 blocks"),
+    (make_step(1, added=[(1, [VOCAB_SIZE], [3])]), "row 1: token ids: expected 0 .. 63"),
+    (make_step(1, added=[(1, [5, -1], [3])]), "token ids: expected 0 .. 63, got -1 .. 5"),
+    (make_step(1, added=[(1, [4], [NUM_BLOCKS])]), "block ids: expected 0 .. 199"),
+    (make_step(1, added=[(1, [4] * 52, [3])]), "row 1: 52 tokens in 1 blocks don't fit"),
+    (make_step(1, added=[(1, [4], [3] * 14)]), "1 tokens in 14 blocks don't fit"),
+    (make_step(1, added=[(6, [4], [3])]), "added row 6: expected 0 .. 5"),
+    (make_step(1, removed=[-1]), "removed rows: expected 0 .. 5, got -1 .. -1"),
+    (make_step(1, appended=[(-2, 1)]), "appended rows"),
+    (make_step(1, appended=[(0, NUM_BLOCKS)]), "row 0 can't take block 200 as its number 1"),
+    (make_step(1, appended=[(0, 7)] * 13), "row 0 can't take block 7 as its number 13"),
+    (make_step(1, copies=[(0, 3), (NUM_BLOCKS, 1)]), "copied blocks: expected 0 .. 199, got 0 .."),
+    (make_step(1, copies=[(0, -1)]), "copied blocks"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_STEPS)
+def test_a_step_that_breaks_the_protocol_is_told_as_the_rows_in_python_tell_it(bad, message):
+    native, python = native_runner(), python_rows()
+    assert native.prepare(encode_step(FIRST)) is None
+    python.apply(FIRST)
+    with pytest.raises(ValueError) as expected:
+        python.apply(bad)
+        python.batch(np.frombuffer(bad.scheduled, np.int32).reshape(-1, 4))
+    assert message in str(expected.value)
+    output = decode_output(native.step(encode_step(bad)))
+    assert output.error == str(expected.value)
+    assert (output.step_id, output.sampled) == (1, b"")
+    with pytest.raises(ValueError) as raised:
+        native.prepare(encode_step(bad))
+    assert str(raised.value) == str(expected.value)
+    assert native.prepare(encode_step(make_step(2, [(0, 0, 3, 1)]))) is not None
+
+
+def full_row(num_tokens: int = MAX_MODEL_LEN + 1) -> tuple[int, list[int], range]:
+    return 1, [4] * num_tokens, range(-(-MAX_MODEL_LEN // BLOCK_SIZE))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (make_step(1, [(1, 50, 1, 1)], added=[full_row()]), "the context ends at 50"),
+        (make_step(1, [(0, 2**31 - 1, 2, 1)]), "positions 2147483647 to 2147483649"),
+        (make_step(1, [(0, 0, 2, 1), (0, 2, 1, 1)]), "row 0 is scheduled twice"),
+        (
+            make_step(
+                1, [(1, 0, 50, 1), (2, 0, 31, 1)], added=[full_row(), (2, [4] * 31, range(8))]
+            ),  # fmt: skip
+            "expected at most 80 tokens in a step, got 81",
+        ),
+        (
+            make_step(1, added=[RowAdded(1, 2, pack_ints([1]), b"", GREEDY)]),
+            "row 1: expected at most 1 prompt tokens, got 2",
+        ),
+    ],
+)
+def test_what_would_be_a_wild_read_in_native_code_is_an_error(bad, message):
+    native = native_runner()
+    assert native.prepare(encode_step(FIRST)) is None
+    output = decode_output(native.step(encode_step(bad)))
+    assert message in output.error
+    assert output.step_id == 1
+    assert native.prepare(encode_step(make_step(2, [(0, 0, 3, 1)]))) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", -1.0),
+        ("temperature", 101.0),
+        ("top_p", 0.0),
+        ("top_p", math.inf),
+        ("min_p", -0.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("top_k", -1),
+        ("min_tokens", -1),
+        ("num_logprobs", -2),
+        ("bias_values", array("f", [math.nan]).tobytes()),
+    ],
+)
+def test_sampling_parameters_that_no_request_can_have_are_refused(name, value):
+    sampling = msgspec.structs.replace(GREEDY, bias_ids=pack_ints([1]), bias_values=bytes(4))
+    native = native_runner()
+    added = RowAdded(1, 1, pack_ints([1]), pack_ints([0]), sampling)
+    assert native.prepare(encode_step(make_step(0, [(1, 0, 1, 1)], added=[added]))) is not None
+    native.fail("not computed")
+    bad = RowAdded(
+        1, 1, pack_ints([1]), pack_ints([0]), msgspec.structs.replace(sampling, **{name: value})
+    )
+    output = decode_output(native.step(encode_step(make_step(1, added=[bad]))))
+    assert output.error == "row 1: expected sampling parameters in the ranges of SamplingParams"
+
+
+def test_sampling_wants_the_logits_of_the_rows_that_asked():
+    native = native_runner()
+    native.prepare(encode_step(make_step(0, [(0, 0, 3, 1)], added=[(0, [1, 2, 3], [6])])))
+    for shape in [(2, VOCAB_SIZE), (0, VOCAB_SIZE), (1, VOCAB_SIZE - 1)]:
+        with pytest.raises(ValueError, match="sample: expected logits of"):
+            native.sample(np.zeros(shape, np.float32))
+    output = decode_output(native.sample(np.eye(1, VOCAB_SIZE, 9, dtype=np.float32)))
+    assert [*unpack_ints(output.sampled)] == [9]
+    assert output.duration_s > 0
+
+
+# --- copies -------------------------------------------------------------------------------------
+
+
+def test_copies_are_made_in_order_before_anything_is_computed():
+    team, cache = Team(1), small_cache()
+    runner = native_runner(cache)
+    qkv = np.random.default_rng(0).normal(size=(8, 3 * 16)).astype(np.float32)
+    slots = np.arange(8, dtype=np.int32) + 5 * BLOCK_SIZE  # blocks 5 and 6
+    for layer in range(2):
+        ops.store_kv(team, qkv + layer, cache, slots, layer, 1)
+    before = {block: [cache.read(block, layer) for layer in range(2)] for block in (5, 6)}
+    # 6 becomes 5, and what 9 then gets of 6 is 5's; 6 as it was is kept in 8.
+    step = make_step(0, copies=[(6, 8), (5, 6), (6, 9)])
+    assert decode_output(runner.step(encode_step(step))).error == ""
+    for block, was in [(5, 5), (6, 5), (8, 6), (9, 5)]:
+        for layer in range(2):
+            for got, expected in zip(cache.read(block, layer), before[was][layer], strict=True):
+                np.testing.assert_array_equal(got, expected)
+    assert not np.array_equal(before[5][0][0], before[6][0][0])

@@ -1,0 +1,300 @@
+"""Benchmarks measure what they say: their figures against counts and clocks of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from fakes import FakeRunner
+from safetensors import safe_open
+from tiny import save_tiny_checkpoint, tiny_tokenizer
+
+from streamkv.bench import kernels, peaks, profile, report, startup
+from streamkv.bench.load import Load, closed_loop, measure
+from streamkv.bench.options import KernelsConfig, LoadConfig
+from streamkv.bench.throughput import loads_of
+from streamkv.cli import main
+from streamkv.config import EngineConfig
+from streamkv.engine.async_engine import AsyncEngine
+from streamkv.errors import ConfigError, StreamkvError
+from streamkv.ops import VOCABULARY
+from streamkv.ops.extension import load_extension
+from streamkv.protocol import StepInput, StepOutput, unpack_ints
+from streamkv.runner.cost import Cost
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "tiny"
+    return save_tiny_checkpoint(path, hidden_size=64)  # heads of 16
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+class CountingRunner(FakeRunner):
+    """Knows the most rows that ran in one step."""
+
+    most_rows = 0
+
+    def step(self, step: StepInput) -> StepOutput:
+        self.most_rows = max(self.most_rows, len(unpack_ints(step.scheduled)) // 4)
+        return super().step(step)
+
+
+def with_engine(function: Any) -> tuple[CountingRunner, Any]:
+    runner = CountingRunner(vocab_size=339, max_model_len=512, num_blocks=1024, block_size=16)
+
+    async def run() -> Any:
+        async with AsyncEngine("fake", runner=runner, tokenizer=tiny_tokenizer()) as engine:
+            return await function(engine)
+
+    return runner, asyncio.run(run())
+
+
+# --- closed loops --------------------------------------------------------------------------------
+
+
+def test_a_closed_loop_computes_its_tokens_with_so_many_streams():
+    async def run(engine: AsyncEngine) -> Any:
+        figures = await closed_loop(engine, Load(3, 20, 7, 0, 9), "seed")
+        return figures, engine.stats()
+
+    runner, (figures, stats) = with_engine(run)
+    assert stats.generation_tokens_total == 9 * 7 and stats.prompt_tokens_total == 9 * 20
+    assert runner.most_rows == 3
+    assert figures["tokens_per_s"] * 20 == pytest.approx(figures["prompt_tokens_per_s"] * 7)
+    assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p90_ms"] <= figures["ttft_p99_ms"]
+    assert 0 < figures["itl_p50_ms"] <= figures["itl_p99_ms"] <= figures["itl_max_ms"]
+    assert figures["cached_tokens"] == 0
+
+
+def test_a_shared_prefix_is_found_in_the_cache_by_all_but_the_first():
+    _, figures = with_engine(lambda engine: closed_loop(engine, Load(1, 40, 2, 32, 4), "seed"))
+    assert figures["cached_tokens"] == 32 * 3 / 4
+
+
+def test_no_round_finds_prompts_of_another():
+    load = Load(2, 64, 2, 0, 4)
+    _, rounds = with_engine(lambda engine: measure(engine, [load], 3, "seed"))
+    assert [one["cached_tokens"] for one in rounds[load.name]] == [0, 0, 0]
+
+
+def test_loads_are_all_combinations():
+    options = LoadConfig(concurrency=(1, 4), input_len=(8, 16), output_len=3, requests_per_stream=5)
+    loads = loads_of(options)
+    assert {(load.concurrency, load.input_len) for load in loads} == {
+        (1, 8),
+        (4, 8),
+        (1, 16),
+        (4, 16),
+    }
+    assert all(load.num_requests == 5 * load.concurrency for load in loads)
+
+
+def test_a_prefix_as_long_as_the_prompt_is_wrong_usage(capsys):
+    command = ["bench", "throughput", "--input-len", "32", "--shared-prefix-len", "32"]
+    assert main(command) == 2
+    assert "--shared-prefix-len: expected less than --input-len, 32, got 32" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("benchmark", ["throughput", "latency"])
+def test_a_model_is_measured_from_the_command_line(benchmark, checkpoint, capsys):
+    load = ["--concurrency", "2", "--input-len", "24", "--output-len", "5", "--rounds", "2"]
+    assert main(["bench", benchmark, str(checkpoint), *load]) == 0
+    got = last_line(capsys)
+    assert got["benchmark"] == benchmark and len(got["rounds"]["2 x 24 in, 5 out"]) == 2
+    assert got["medians"]["2 x 24 in, 5 out"]["tokens_per_s"] > 0
+    assert got["model"]["max_model_len"] == 256
+
+
+def test_a_prompt_beyond_the_context_is_one_line(checkpoint, capsys):
+    assert main(["bench", "throughput", str(checkpoint), "--input-len", "9999"]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+# --- start-up ------------------------------------------------------------------------------------
+
+
+def test_a_fresh_process_gives_its_moments_in_order_and_its_memory(checkpoint, capsys):
+    assert main(["bench", "startup", str(checkpoint), "--runs", "1"]) == 0
+    (once,) = last_line(capsys)["rounds"]
+    parts = [once[f"{part}_s"] for part in ("python", "imports", "load", "first_answer")]
+    assert min(parts) > 0
+    assert once["first_token_s"] == pytest.approx(sum(parts))
+    assert once["peak_rss_mib"] > once["weights_mib"] > 0
+
+
+def test_a_process_that_fails_says_why(tmp_path):
+    config = EngineConfig(model=str(tmp_path / "nothing.gguf"))
+    with pytest.raises(StreamkvError, match="fresh process ended with 1: .*nothing.gguf"):
+        startup.start_once(config, 4)
+
+
+# --- profiles ------------------------------------------------------------------------------------
+
+
+class RecordedBatch(NamedTuple):
+    token_ids: Any
+    positions: Any
+    slots: Any
+    query_start: Any
+    context_lens: Any
+    block_tables: Any
+    logit_rows: Any
+
+
+class RecordingCpu:
+    Batch = RecordedBatch
+
+
+def test_a_steps_batch_gives_each_row_blocks_of_its_own_and_the_end_of_its_context():
+    step = profile.Step("step", ((1, 33), (5, 5), (3, 20)))
+    profiled = profile.Profiled(RecordingCpu, None, None, None, "float32", "float32", 50, 16)
+    batch = profile.make_batch(profiled, step)
+    assert batch.positions.tolist() == [32, 0, 1, 2, 3, 4, 17, 18, 19]
+    assert batch.query_start.tolist() == [0, 1, 6, 9] and batch.context_lens.tolist() == [33, 5, 20]
+    assert batch.logit_rows.tolist() == [0, 5, 8]
+    used = [table[: -(-context // 16)] for table, (_, context) in zip(
+        batch.block_tables.tolist(), step.rows, strict=True
+    )]  # fmt: skip
+    assert used == [[0, 1, 2], [3], [4, 5]] and step.num_blocks(16) == 6
+    blocks = [used[row][p // 16] for row, p in zip([0] + [1] * 5 + [2] * 3, batch.positions)]  # noqa: B905
+    assert batch.slots.tolist() == [
+        block * 16 + p % 16 for block, p in zip(blocks, batch.positions, strict=True)
+    ]
+    assert all(array.dtype == np.int32 for array in batch)
+
+
+def test_an_op_is_limited_by_the_tightest_of_memory_cache_and_arithmetic():
+    limits = peaks.Peaks(fma=100.0, bf16_dot=200.0, memory=10.0, shared_cache=99.0, own_cache=20.0)
+    read, compute = Cost(100, 1), Cost(1, 1000)
+    assert profile.limit_s("linear", read, limits, "float32") == 10
+    assert profile.limit_s("rms_norm", read, limits, "float32") == 5
+    assert profile.limit_s("linear", compute, limits, "float32") == 10
+    assert profile.limit_s("linear", compute, limits, "bfloat16") == 5
+    assert profile.limit_s("paged_attention", compute, limits, "bfloat16") == 10
+    without = limits._replace(bf16_dot=0.0)
+    assert profile.limit_s("linear", compute, without, "bfloat16") == 10
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles in a moment."""
+    monkeypatch.setattr(profile, "ROUND_S", 0.002)
+    monkeypatch.setattr(peaks, "MEMORY_BYTES", 4 << 20)
+    monkeypatch.setitem(kernels.SHAPES["small"], "num_hidden_layers", 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_op_is_profiled_in_every_step(dtype, quick, capsys):
+    steps = ["--decode-rows", "1", "--decode-rows", "3", "--prompt-len", "20", "--context", "40"]
+    assert main(["bench", "kernels", "--dtype", dtype, "--rounds", "2", *steps]) == 0
+    got = last_line(capsys)
+    assert len(got["steps"]) == 3
+    for ops in got["steps"].values():
+        assert {name.split()[0] for name in ops} == {*VOCABULARY, "all"}
+        whole = ops.pop("all")
+        assert sum(one["us"] for one in ops.values()) == pytest.approx(whole["us"])
+        assert sum(one["% of step"] for one in ops.values()) == pytest.approx(100)
+        assert all(one["us"] > 0 for one in ops.values())
+    # The head of one row: 49152 x 576 products and a sum for each, whatever the clock says.
+    head = next(one for name, one in ops.items() if "linear model.embed" in name)
+    assert head["GFLOP/s"] * head["us"] * 1e3 == pytest.approx(2 * 49152 * 576)
+
+
+def test_a_program_is_profiled_for_what_its_ops_take():
+    """The parts add up to a run timed from outside, within what its own clock may lose."""
+    options = KernelsConfig(decode_rows=(2,), prompt_len=(), threads=1)
+    steps = profile.steps_of(options)
+    profiled = kernels.build(load_extension(), options, steps)
+    batch = profile.make_batch(profiled, steps[0])
+    times = []
+    for _ in range(5):
+        inside_s = sum(profile.time_step(profiled, steps[0]).values())
+        for _ in range(3):
+            started_s = time.perf_counter()
+            profiled.program.run(batch, profiled.team)
+            times.append((time.perf_counter() - started_s) / inside_s)
+    assert 0.5 < float(np.median(times)) < 2
+
+
+def test_peaks_are_found_and_nonsense_is_refused():
+    cpu = load_extension()
+    team = cpu.Team(1)
+    measured = peaks.measure_peaks(cpu, team, seconds=0.005)
+    assert measured.fma > 1e9 and min(measured.memory, measured.shared_cache) > 1e8
+    assert (measured.bf16_dot > 0) == (cpu.isa() == "avx512_bf16")
+    for bad in ((4096, 100, 1), (4096, 8192, 1), (4096, 512, 0)):
+        with pytest.raises(ValueError, match="read: expected chunk_bytes"):
+            cpu.peaks.read(team, *bad, 0.001)
+
+
+# --- info ----------------------------------------------------------------------------------------
+
+
+def test_info_counts_a_models_parameters_and_its_memory(checkpoint, capsys):
+    with safe_open(checkpoint / "model.safetensors", "numpy") as file:
+        count = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    assert main(["info", str(checkpoint), "--dtype", "float32"]) == 0
+    said = dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip()
+    )
+    assert said["parameters"] == f"{count:,}"
+    assert said["context"] == "256 tokens"
+    assert f"{2 * 2 * 2 * 16 * 4:,} bytes a token" in said["KV"]  # K and V, layers, heads, dim
+
+
+def test_info_shows_the_program_of_a_step(checkpoint, capsys):
+    assert main(["info", str(checkpoint), "--program", "--context", "40"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{name} " in text for name in VOCABULARY)
+
+
+def test_info_profiles_a_checkpoint(checkpoint, quick, capsys):
+    steps = ["--decode-rows", "2", "--prompt-len", "20", "--context", "40", "--rounds", "1"]
+    assert main(["info", str(checkpoint), "--profile", *steps]) == 0
+    got = last_line(capsys)
+    assert got["benchmark"] == "profile" and len(got["steps"]) == 2
+
+
+def test_info_refuses_steps_that_the_cache_cannot_hold(checkpoint, quick, capsys):
+    wish = ["--num-gpu-blocks-override", "4", "--decode-rows", "3", "--context", "40"]
+    assert main(["info", str(checkpoint), "--profile", *wish]) == 2
+    assert "needs 9 KV blocks, the cache has 4" in capsys.readouterr().err
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def test_medians_and_percentiles_are_numpys():
+    values = np.random.default_rng(0).random(101)
+    for share in (0.0, 0.5, 0.9, 0.99):
+        expected = np.percentile(values, 100 * share, method="higher")
+        assert report.percentile(values.tolist(), share) == pytest.approx(expected, abs=0.02)
+    rounds = [{"a": float(value), "b": 1.0} for value in values]
+    assert report.medians(rounds) == {"a": np.median(values), "b": 1.0}
+    assert report.percentile([], 0.5) == 0
+
+
+def test_a_report_ends_with_one_line_of_json(capsys):
+    report.print_report("name", "title", [("x", {"a": 1.0}), ("y", {"b": 1234.5})], {"more": [1]})
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [["title", "a", "b"], ["x", "1.00"], ["y", "1,234"]]
+    assert json.loads(last)["more"] == [1]
+
+
+def test_options_out_of_range_name_their_flag(capsys):
+    assert main(["bench", "kernels", "--rounds", "0"]) == 2
+    assert "--rounds" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        LoadConfig(input_len=(8,), shared_prefix_len=8)
