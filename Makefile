@@ -33,14 +33,14 @@ SELFTEST := -S cuda_ext -DSTREAMKV_MODULE=OFF -DSTREAMKV_SELFTEST=ON
 
 selftest:
 	@cmake -B build/selftest $(SELFTEST) >/dev/null
-	@MAKEFLAGS= cmake --build build/selftest --parallel $$(nproc)
+	@env -u MAKEFLAGS -u MAKELEVEL cmake --build build/selftest --parallel $$(nproc)
 	@build/selftest/streamkv_selftest $(ARGS)
 
 # The same for 64-bit Arm, by emulation. Debian: g++-aarch64-linux-gnu qemu-user-static cmake.
 arm-check:
 	@cmake -B build/arm $(SELFTEST) -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ >/dev/null
-	@MAKEFLAGS= cmake --build build/arm --parallel $$(nproc)
+	@env -u MAKEFLAGS -u MAKELEVEL cmake --build build/arm --parallel $$(nproc)
 	@qemu-aarch64-static -L /usr/aarch64-linux-gnu build/arm/streamkv_selftest $(ARGS)
 
 wheel: $(VENV)/.installed

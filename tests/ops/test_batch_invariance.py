@@ -87,7 +87,7 @@ def test_shared_blocks_give_the_same_as_copies_of_them(
         assert same(shared.attend(team, queries), expected), num_threads
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES[2]], ids=str)
 def test_more_threads_change_no_bit(isa: str, dtype: str, shape: Shape) -> None:
     """With many threads few long contexts are split among them."""
     lengths = [300, 17, 450, 1100]
@@ -115,7 +115,7 @@ def random_step(random_: random.Random, context: PagedContext) -> list[tuple[int
     return step
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_steps_give_each_query_its_bits(isa: str, dtype: str, seed: int) -> None:
     random_ = random.Random(seed)
     shape = random_.choice(SHAPES)

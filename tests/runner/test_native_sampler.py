@@ -209,7 +209,8 @@ def test_philox_gives_the_numbers_of_the_numpy_one():
     seeds[:4] = [0, -1, 2**63 - 1, -(2**63)]
     positions = generator.integers(0, 2**31, 300).astype(np.int32)
     choices = generator.integers(0, 2**31, 300).astype(np.int32)
-    found = [_cpu.philox_uniform(*lane) for lane in zip(seeds.tolist(), positions, choices)]
+    lanes = zip(seeds.tolist(), positions.tolist(), choices.tolist(), strict=True)
+    found = [_cpu.philox_uniform(*lane) for lane in lanes]
     assert found == uniforms(seeds, positions, choices).tolist()
 
 
@@ -321,9 +322,11 @@ def test_the_last_interval_ends_at_the_last_token_with_a_probability():
 @pytest.mark.parametrize("penalty", [1e-45, 1e-30, 100.0])
 def test_no_legal_parameter_can_make_logits_look_broken(temperature, penalty):
     logits = np.random.default_rng(7).normal(size=(1, 60)).astype(np.float32) * 3e37
+    logits[0, 5] = 2e38
     biases = {"bias_ids": [5, 6], "bias_values": [100.0, -100.0]}
     fields = row(range(60), repetition_penalty=penalty, temperature=temperature, **biases)
-    check_against_torch(logits, [fields | filters for filters in ({}, {"top_p": 0.5})][:1])
+    check_against_torch(logits, [fields])
+    check_against_torch(logits, [row(bias_ids=[5], bias_values=[3e38], temperature=temperature)])
     ((token_id, failed, *_),) = native(logits, [fields | {"top_p": 0.5, "top_k": 20}])
     assert not failed and 0 <= token_id < 60
 
@@ -362,6 +365,9 @@ def test_equal_log_probabilities_stand_in_the_order_of_their_ids():
     ((*_, top_ids, top_logprobs),) = native(logits, [row(num_logprobs=20)])
     assert top_ids == [70, 2000, *range(18)]
     assert top_logprobs[2:] == [top_logprobs[2]] * 18
+    biased = row(num_logprobs=0, bias_ids=[500], bias_values=[9.0])
+    ((token_id, _, logprob, rank, *_),) = native(logits, [biased])
+    assert (token_id, logprob, rank) == (500, top_logprobs[2], 3), "two are likelier"
 
 
 def test_wrong_rows_are_refused():

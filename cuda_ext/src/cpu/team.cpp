@@ -67,7 +67,7 @@ class Team::Impl {
   void leave_shared_core(Thread& self);
   template <class Condition>
   void sleep_until(Thread& self, Condition condition);
-  void wake(Thread& thread);
+  bool wake(Thread& thread);
   void wake_one();
 
   // What everybody watches, in one cache line. The phase's fields are written only while no item
@@ -129,6 +129,10 @@ void Team::Impl::serve(Thread& self) {
 }
 
 void Team::Impl::run(const Phase* phases, int64_t num_phases, int64_t* phase_ns) {
+  for (int64_t i = 0; i < num_phases; ++i)
+    if (phases[i].num_items > static_cast<int64_t>(kMaxItems))
+      throw std::invalid_argument("Team: num_items expected at most " + std::to_string(kMaxItems) +
+                                  ", got " + std::to_string(phases[i].num_items));
   const StandardFloats floats;
   phases_ = phases;
   num_phases_ = num_phases;
@@ -247,21 +251,18 @@ void Team::Impl::sleep_until(Thread& self, Condition condition) {
   while (self.is_asleep.load(std::memory_order_acquire) != 0) self.is_asleep.wait(1);
 }
 
-void Team::Impl::wake(Thread& thread) {
-  if (thread.is_asleep.load(std::memory_order_seq_cst) == 0) return;
-  if (thread.is_asleep.exchange(0) == 0) return;
+// False if it was awake.
+bool Team::Impl::wake(Thread& thread) {
+  if (thread.is_asleep.load(std::memory_order_seq_cst) == 0) return false;
+  if (thread.is_asleep.exchange(0) == 0) return false;
   num_asleep_.fetch_sub(1);
   thread.is_asleep.notify_one();
+  return true;
 }
 
 void Team::Impl::wake_one() {
-  for (Thread& thread : threads_) {
-    if (thread.is_asleep.load(std::memory_order_relaxed) == 0) continue;
-    if (thread.is_asleep.exchange(0) == 0) continue;
-    num_asleep_.fetch_sub(1);
-    thread.is_asleep.notify_one();
-    return;
-  }
+  for (Thread& thread : threads_)
+    if (wake(thread)) return;
 }
 
 Team::Team(int num_threads) {
