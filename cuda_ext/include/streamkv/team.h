@@ -1,9 +1,10 @@
 // A persistent team of threads that computes phases, one after the other: whoever is free claims
 // the next item. Which thread runs an item decides no bit of its result.
 //
-// The caller works too. Workers touch no Python. Between phases threads spin briefly, then sleep;
+// The caller works too. Workers touch no Python. Between phases threads watch briefly, then sleep;
 // without work they sleep. A thread that the system has taken off its core holds up the others only
-// while it is inside an item, and a late one never blocks the caller's return.
+// while it is inside an item, and a late one never blocks the caller's return. All threads compute
+// with the standard's rounding and denormals, the caller too while it is in here.
 #pragma once
 
 #include <stdint.h>
@@ -13,7 +14,8 @@
 namespace streamkv {
 
 struct Phase {
-  int64_t num_items;
+  int64_t num_items;  // below 2^24
+  // `scratch`: kScratchBytes (kernels.h) of the thread's own. No exception may leave an item.
   void (*run)(const void* args, int64_t item, void* scratch);
   const void* args;
 };

@@ -20,6 +20,8 @@ void bind_peaks(nb::module_& m);
 
 NB_MODULE(_cpu, m) {
   using namespace streamkv;
+  // What a process still holds when it ends is the system's to take back, and no news to its user.
+  nb::set_leak_warnings(false);
   // Classes before the functions that take them.
   bind_weights(m);
   bind_kv_cache(m);

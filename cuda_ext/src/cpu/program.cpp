@@ -240,7 +240,9 @@ void Program::run(const Batch& batch, Team& team, int64_t first, int64_t last) {
   ++self.num_profiled_runs;
 }
 
-void* Program::buffer(BufferId id) const { return impl_->arena.at(impl_->arena.check("buffer", id)); }
+void* Program::buffer(BufferId id) const {
+  return impl_->arena.at(impl_->arena.check("buffer", id));
+}
 
 int64_t Program::num_rows(BufferId id) const {
   return impl_->arena.num_rows(impl_->arena.check("num_rows", id));
