@@ -16,14 +16,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from .loops import Send, closed_loop, open_loop
 from .sse_client import stream_sse
@@ -48,12 +50,58 @@ class Load(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.rate:g} requests/s" if self.rate else f"{self.concurrency} streams"
+        if self.rate:
+            return f"{self.rate:g} request{'' if self.rate == 1 else 's'}/s"
+        return f"{self.concurrency} stream{'' if self.concurrency == 1 else 's'}"
 
     def num_requests(self, options: argparse.Namespace) -> int:
         if options.requests:
             return max(options.requests, self.concurrency)
         return max(2 * self.concurrency, 4) if self.concurrency else 32
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option: a whole number."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got {text!r}")
+        return value
+
+    return number
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    return value
+
+
+def server_url(text: str) -> str:
+    try:
+        url = urlsplit(text)
+        is_url = url.scheme == "http" and bool(url.hostname) and url.port != 0
+    except ValueError:  # of the port
+        is_url = False
+    if not is_url or url.path not in ("", "/") or url.query or url.fragment:
+        raise argparse.ArgumentTypeError(
+            f"not a URL of a server: {text!r}; expected one like http://127.0.0.1:8000"
+        )
+    return text
+
+
+def folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"folder not found: {text}")
+    return Path(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,35 +111,58 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000")
-    add("--compare", metavar="URL", help="a second server, loaded in turns with the first")
+    counted: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
+    add("--url", type=server_url, default="http://127.0.0.1:8000", help="the server")
+    add(
+        "--compare",
+        type=server_url,
+        metavar="URL",
+        help="a second server, loaded in turns with the first",
+    )
     add("--api", choices=("completions", "chat", "responses-ws"), default="completions")
     add("--api-key", default="none")
     add("--model", help="model id to ask for (default: left out)")
     add("--workload", choices=tuple(WORKLOADS), default="stream")
-    add("--input-len", type=int, help="tokens (completions) or words (others) in a prompt")
-    add("--output-len", type=int)
-    add("--shared-len", type=int, help="of the input: the same in all prompts of a round")
-    add("--vocab-size", type=int, default=20000, help="prompts of tokens have ids below it")
-    add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="closed loop: streams")
-    add("--rate", type=float, nargs="+", help="open loop instead: requests a second")
-    add("--requests", type=int, default=0, help="a round (default: two a stream, or 32)")
-    add("--connections", type=int, default=0, help="WebSockets (default: one a stream)")
-    add("--rounds", type=int, default=3)
-    add("--warmup", type=int, default=1, help="requests to each server before the first round")
+    add("--input-len", **counted, help="tokens (completions) or words (others) in a prompt")
+    add("--output-len", **counted, help="tokens generated for each request")
+    add(
+        "--shared-len",
+        type=at_least(0),
+        metavar="N",
+        help="of the input: the same in all prompts of a round",
+    )
+    add("--vocab-size", **counted, default=20000, help="prompts of tokens have ids below it")
+    add("--concurrency", **counted, nargs="+", default=[1, 8, 32], help="closed loop: streams")
+    add(
+        "--rate", type=positive, metavar="X", nargs="+", help="open loop instead: requests a second"
+    )
+    add("--requests", **counted, help="a round (default: two a stream, or 32)")
+    add("--connections", **counted, help="WebSockets (default: one a stream)")
+    add("--rounds", **counted, default=3, help="medians are taken over rounds")
+    add(
+        "--warmup",
+        type=at_least(0),
+        metavar="N",
+        default=1,
+        help="requests to each server before the first round",
+    )
     add("--seed", default="", help="of the prompts (default: new in each run)")
-    add("--transformers", type=Path, metavar="FOLDER", help="the model in Hugging Face format")
-    add("--transformers-requests", type=int, default=2, help="a round")
+    add("--transformers", type=folder, metavar="FOLDER", help="the model in Hugging Face format")
+    add("--transformers-requests", **counted, default=2, help="a round")
     return parser
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
+    """ValueError for a shared part that leaves nothing of a prompt."""
     base = WORKLOADS[options.workload]
     given = (options.input_len, options.output_len, options.shared_len)
     values = (base.input_len, base.output_len, base.shared_len)
     workload = Workload(*(b if g is None else g for g, b in zip(given, values, strict=True)))
-    if not 0 <= workload.shared_len < workload.input_len or workload.output_len < 1:
-        raise SystemExit(f"expected 0 <= shared < input and 1 <= output, got {workload}")
+    if workload.shared_len >= workload.input_len:
+        raise ValueError(
+            f"--shared-len: expected less than the input, {workload.input_len}, "
+            f"got {workload.shared_len}"
+        )
     return workload
 
 
@@ -150,6 +221,25 @@ async def run_round(
         return await closed_loop(send, prompts, load.concurrency)
 
 
+@contextmanager
+def named(url: str) -> Iterator[None]:
+    """What goes wrong with a server, as one RequestFailed that says which."""
+    try:
+        yield
+    except Exception as error:
+        errors = leaves(error)
+        if not all(isinstance(one, (RequestFailed, OSError, EOFError)) for one in errors):
+            raise
+        first, more = errors[0], f" ({len(errors)} requests failed)" if errors[1:] else ""
+        if isinstance(first, ConnectionResetError | BrokenPipeError | EOFError):
+            reason = f"the connection ended early: {first}"
+        elif isinstance(first, OSError):
+            reason = f"can't connect: {first}; start a server there first, or name another"
+        else:
+            reason = str(first)
+        raise RequestFailed(f"{url}: {reason}{more}") from None
+
+
 def measure(options: argparse.Namespace, workload: Workload) -> dict[str, dict[str, list[dict]]]:
     """Load → who → the figures of each round."""
     urls = [options.url, *([options.compare] if options.compare else [])]
@@ -160,13 +250,15 @@ def measure(options: argparse.Namespace, workload: Workload) -> dict[str, dict[s
     for url in urls:
         warm = argparse.Namespace(**{**vars(options), "requests": options.warmup})
         if options.warmup:
-            asyncio.run(run_round(url, Load(concurrency=1), warm, workload, f"{seed} warm-up"))
+            with named(url):
+                asyncio.run(run_round(url, Load(concurrency=1), warm, workload, f"{seed} warm-up"))
     rounds: dict[str, dict[str, list[dict]]] = {}
     for number in range(options.rounds):
         for load in loads:
             for url in urls if number % 2 == 0 else urls[::-1]:
                 key = f"{seed} {number} {load.name}"
-                figures = asyncio.run(run_round(url, load, options, workload, key))
+                with named(url):
+                    figures = asyncio.run(run_round(url, load, options, workload, key))
                 rounds.setdefault(load.name, {}).setdefault(url, []).append(figures)
         if beside:
             figures = beside.run(
@@ -196,14 +288,17 @@ def ratios_of(medians: dict[str, dict[str, dict]], first: str, second: str) -> d
 
 
 def main() -> None:
-    options = build_parser().parse_args()
-    workload = workload_of(options)
+    parser = build_parser()
+    options = parser.parse_args()
+    try:
+        workload = workload_of(options)
+    except ValueError as error:
+        parser.error(str(error))
     started_s = time.time()
     try:
         rounds = measure(options, workload)
-    except* (RequestFailed, OSError) as group:
-        errors = [str(error) for error in leaves(group)]
-        sys.exit(f"loadtest: {len(errors)} failed, first: {errors[0]}")
+    except RequestFailed as error:
+        sys.exit(f"loadtest: {error}")
     medians = medians_of(rounds)
     ratios = ratios_of(medians, options.url, options.compare) if options.compare else {}
     for load, by in medians.items():
@@ -213,24 +308,32 @@ def main() -> None:
         if load in ratios:
             shown = "  ".join(f"{key} {ratios[load].get(key, 0):9.3f}" for key in SHOWN)
             print(f"{load:16} {'first / second':28} {shown}")
-    config = {key: str(value) for key, value in vars(options).items() if key != "api_key"}
+    config = {key: value for key, value in vars(options).items() if key != "api_key"}
     document = {
         "config": config,
         "workload": vars(workload),
         "started_s": started_s,
-        "medians": medians,
-        "ratios": ratios,
-        "rounds": rounds,
+        "medians": rounded(medians),
+        "ratios": rounded(ratios),
+        "rounds": rounded(rounds),
     }
-    print(json.dumps(document))
+    print(json.dumps(document, default=str))  # paths
 
 
-def leaves(group: BaseExceptionGroup) -> list[BaseException]:
-    """The exceptions inside, however deep."""
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
+def rounded(value: Any) -> Any:
+    """The same with numbers of no more digits than a measurement has."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list) else value
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions inside a group, however deep; or the one."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for one in error.exceptions for leaf in leaves(one)]
 
 
 if __name__ == "__main__":

@@ -61,8 +61,11 @@ def _has_output(choice: dict) -> bool:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    return int(head.split()[1]), "transfer-encoding: chunked" in head
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        return int(head.split()[1]), "transfer-encoding: chunked" in head
+    except (ValueError, IndexError, asyncio.LimitOverrunError):
+        raise RequestFailed("the answer isn't HTTP") from None
 
 
 async def _body(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:

@@ -47,8 +47,12 @@ class ResponsesSocket:
             f"Connection: Upgrade\r\nSec-WebSocket-Key: {key}\r\n"
             "Sec-WebSocket-Version: 13\r\n\r\n".encode()
         )
-        head = (await self._reader.readuntil(b"\r\n\r\n")).decode(errors="replace")
-        if head.split()[1] != "101":
+        try:
+            head = (await self._reader.readuntil(b"\r\n\r\n")).decode(errors="replace")
+        except BaseException:
+            self._writer.close()
+            raise
+        if head.split()[1:2] != ["101"]:
             self._writer.close()
             raise RequestFailed(f"WebSocket upgrade: expected 101, got {head.splitlines()[0]}")
         self._task = asyncio.create_task(self._read())

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 # The OpenMP threads of torch spin for milliseconds after a matrix product. Where others want
 # the same cores that halves the speed; a few microseconds cost little where nobody does.
 OPENMP_SPINS = "4000"
+TRAILING_MODEL = "trailing_model"  # MODEL where a flag's list of numbers came before it
+LAST_LINE = "its last line is a JSON document"
 BENCHMARKS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
     "kernels": (KernelsConfig, "every kernel, beside what the machine can do"),
     "throughput": (LoadConfig, "tokens per second of many streams, in this process"),
@@ -54,6 +56,9 @@ examples:
   streamkv serve ./my-llama --port 9000 a folder in Hugging Face format, or a .gguf file
   streamkv info ./my-llama --program    what it is, and what a step of it costs
   streamkv bench throughput ./my-llama  how fast it streams here
+
+A flag that takes several numbers ends at the first word that isn't one: MODEL may come before it or
+after it (--concurrency 1 8 32 ./my-llama), and the flag may be repeated.
 
 Every flag of serve can also be set as an environment variable: --max-num-seqs is
 STREAMKV_MAX_NUM_SEQS.
@@ -100,13 +105,16 @@ def build_parser() -> argparse.ArgumentParser:
     info_parser = commands.add_parser(
         "info",
         help="what a model is, what it takes, what its steps cost",
-        description="Say what a model is, what it takes here and what its steps cost.",
+        description="Say what a model is, what it takes here and what its steps cost. With "
+        f"--profile, {LAST_LINE}.",
         argument_default=argparse.SUPPRESS,
     )
     _add_model(info_parser)
     add_flags(info_parser, EngineConfig)
-    add_flags(info_parser, InfoConfig)
-    _add_benchmarks(commands.add_parser("bench", help="measure this machine with this engine"))
+    add_flags(info_parser, InfoConfig, operand=TRAILING_MODEL)
+    text = "measure this machine with this engine"
+    description = f"Measure this machine with this engine. A table for people; {LAST_LINE}."
+    _add_benchmarks(commands.add_parser("bench", help=text, description=description))
     return parser
 
 
@@ -118,12 +126,16 @@ def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="benchmark", required=True)
     for name, (options_type, text) in BENCHMARKS.items():
         one = benchmarks.add_parser(
-            name, help=text, description=text, argument_default=argparse.SUPPRESS
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}. A table for people; {LAST_LINE}.",
+            argument_default=argparse.SUPPRESS,
         )
-        if options_type is not KernelsConfig:
+        has_model = options_type is not KernelsConfig
+        if has_model:
             _add_model(one)
             add_flags(one, EngineConfig)
-        add_flags(one, options_type)
+        add_flags(one, options_type, operand=TRAILING_MODEL if has_model else None)
 
 
 def serve(parsed: dict[str, object]) -> int:
@@ -143,7 +155,10 @@ def serve(parsed: dict[str, object]) -> int:
 
 
 def _engine_config(parsed: dict[str, object]) -> EngineConfig:
-    positional = parsed.pop("positional_model", None)
+    positional, trailing = parsed.pop("positional_model", None), parsed.pop(TRAILING_MODEL, None)
+    if positional is not None and trailing is not None:
+        raise ConfigError(f"expected one model, got {positional!r} and {trailing!r}")
+    positional = trailing if positional is None else positional
     if positional is not None and parsed.setdefault("model", positional) != positional:
         raise ConfigError(f"expected one model, got {positional!r} and --model {parsed['model']!r}")
     return build_config(EngineConfig, parsed, os.environ)
@@ -153,7 +168,8 @@ def info(parsed: dict[str, object]) -> int:
     """Say what a model is."""
     from .info import print_info
 
-    return print_info(_engine_config(parsed), build_config(InfoConfig, parsed, {}))
+    options = build_config(InfoConfig, parsed, {})
+    return print_info(_engine_config(parsed), options, given=frozenset(parsed))
 
 
 def bench(parsed: dict[str, object]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -42,6 +42,48 @@ class Flag(NamedTuple):
     def repeats(self) -> bool:
         return typing.get_origin(self.type) is tuple
 
+    @property
+    def item(self) -> Flag:
+        """The same option with one of its values."""
+        (hint, *_) = typing.get_args(self.type)
+        return self._replace(hint=hint, type=_without_ranges(hint))
+
+    @property
+    def is_numbers(self) -> bool:
+        """Takes several values at once. Words don't: they could be the command's own."""
+        return self.repeats and self.item.type in (int, float)
+
+
+class TakeNumbers(argparse.Action):
+    """`--flag 1 8 32`, and again: `--flag 64`. Where the command has an operand (`bench throughput
+    --concurrency 1 8 MODEL`), a word after the numbers is that; it is stored as `operand`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        operand: str | None = kwargs.pop("operand")
+        super().__init__(option_strings, dest, nargs="+", **kwargs)
+        self._operand = operand
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        numbers = list(values or ())
+        has_operand = self._operand is None or hasattr(namespace, self._operand)
+        if not has_operand and len(numbers) > 1 and not _is_number(numbers[-1]):
+            setattr(namespace, str(self._operand), numbers.pop())
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *numbers])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
 
 def flags_of(config_type: type[msgspec.Struct]) -> list[Flag]:
     """The options of a config Struct, in the order of its fields."""
@@ -49,24 +91,34 @@ def flags_of(config_type: type[msgspec.Struct]) -> list[Flag]:
     return [_flag(field, hints[field.name]) for field in msgspec.structs.fields(config_type)]
 
 
+def _without_ranges(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+
+
 def _flag(field: msgspec.structs.FieldInfo, hint: Any) -> Flag:
-    plain_type, description = hint, ""
+    description = ""
     if typing.get_origin(hint) is typing.Annotated:
-        plain_type, *metas = typing.get_args(hint)
+        _, *metas = typing.get_args(hint)
         description = "".join(meta.description or "" for meta in metas)
     return Flag(
         field=field.name,
         name="--" + field.name.replace("_", "-"),
         env="STREAMKV_" + field.name.upper(),
         hint=hint,
-        type=plain_type,
+        type=_without_ranges(hint),
         default=field.default,
         help=description,
     )
 
 
-def add_flags(parser: argparse.ArgumentParser, config_type: type[msgspec.Struct]) -> None:
-    """Add every option of the Struct; unset ones stay absent from the parsed namespace."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config_type: type[msgspec.Struct],
+    *,
+    operand: str | None = None,
+) -> None:
+    """Add every option of the Struct; unset ones stay absent from the parsed namespace. A word
+    after a list of numbers is stored as `operand`; None: it is refused."""
     group = parser.add_argument_group(_group_title(config_type))
     for flag in flags_of(config_type):
         options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
@@ -77,7 +129,9 @@ def add_flags(parser: argparse.ArgumentParser, config_type: type[msgspec.Struct]
             options["choices"] = flag.choices
         else:
             options["metavar"] = _metavar(flag)
-            if flag.repeats:
+            if flag.is_numbers:
+                options |= {"action": TakeNumbers, "operand": operand}
+            elif flag.repeats:
                 options["action"] = "append"
         group.add_argument(flag.name, **options)
 
@@ -87,12 +141,15 @@ def _group_title(config_type: type[msgspec.Struct]) -> str:
 
 
 def _metavar(flag: Flag) -> str:
-    return {int: "N", float: "X"}.get(flag.type, flag.field.split("_")[-1].upper())
+    number = flag.item.type if flag.is_numbers else flag.type
+    return {int: "N", float: "X"}.get(number, flag.field.split("_")[-1].upper())
 
 
 def _help(flag: Flag) -> str:
     shown = flag.default not in ("", 0, ())
     default = ("on" if flag.default else "off") if flag.type is bool else flag.default
+    if flag.repeats:
+        default = " ".join(map(str, flag.default))
     text = f"{flag.help} (default: {default})" if shown else flag.help
     return text.strip().replace("%", "%%")
 
@@ -116,6 +173,8 @@ def _parse(flag: Flag, value: Any, source: str) -> Any:
         if value.lower() not in _TRUE + _FALSE:
             raise ConfigError(f"{source}: expected true or false, got {value!r}")
         return value.lower() in _TRUE
+    if flag.repeats:
+        return tuple(_parse(flag.item, one, source) for one in value)
     try:
         return msgspec.convert(value, flag.hint, strict=False)
     except msgspec.ValidationError as error:

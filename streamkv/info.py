@@ -6,12 +6,21 @@ Owns what is said. Reads a checkpoint's headers; loads weights only to measure (
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Any
 
 import msgspec
 
 from .bench.options import InfoConfig
-from .bench.profile import Profiled, Step, print_profile, profile, steps_of
+from .bench.profile import (
+    Profiled,
+    Step,
+    check_memory,
+    check_steps,
+    print_profile,
+    profile,
+    steps_of,
+)
 from .config import EngineConfig
 from .errors import ConfigError
 from .models import ModelConfig, build_model
@@ -19,15 +28,20 @@ from .ops.cpu_count import num_usable_cores
 from .ops.extension import load_extension
 from .runner.cost import describe
 from .runner.cpu_model import DTYPES, load_cpu_model
-from .runner.kv_cache import MemoryShare
+from .runner.kv_cache import MemoryShare, plan_kv_cache
 from .runner.program import ProgramSpec
 from .runner.recorder import Recorder, build_program, input_dtype
+from .runner.select import check_config
 from .weights.hub import Checkpoint, resolve_checkpoint
 from .weights.loader import ITEM_BYTES, open_checkpoint, packed_bytes
 
 
-def print_info(engine_config: EngineConfig, options: InfoConfig) -> int:
-    """Facts about the model, then what the options ask for. Returns the exit code."""
+def print_info(engine_config: EngineConfig, options: InfoConfig, given: Container[str] = ()) -> int:
+    """Facts about the model, then what the options ask for. Returns the exit code. Fields of
+    `options` that weren't `given` fit themselves to the model's context."""
+    check_config(engine_config)
+    if options.profile:
+        check_profiled(engine_config)
     checkpoint = resolve_checkpoint(engine_config.model)
     source = open_checkpoint(checkpoint)
     try:
@@ -35,10 +49,14 @@ def print_info(engine_config: EngineConfig, options: InfoConfig) -> int:
     finally:
         source.close()
     dtype = DTYPES[engine_config.dtype]
+    max_model_len = context_of(engine_config, model.config)
+    if options.program or options.profile:
+        options = fitting(options, given, max_model_len)
+        check_steps(options, max_model_len)
     for name, value in facts(checkpoint, model, dtype, engine_config).items():
         print(f"{name:16} {value}")
     if options.program:
-        spec = Recorder(max_model_len=model.config.max_position_embeddings).record(model)
+        spec = Recorder(max_model_len=max_model_len).record(model)
         for step in steps_of(options):
             print()
             print(describe_step(spec, step, dtype))
@@ -46,6 +64,45 @@ def print_info(engine_config: EngineConfig, options: InfoConfig) -> int:
         print()
         print_measured(engine_config, checkpoint, options)
     return 0
+
+
+def check_profiled(config: EngineConfig) -> None:
+    """ConfigError where something else than what is profiled was asked for."""
+    asked = {
+        "--ops reference": config.ops == "reference",
+        "--enforce-eager": config.enforce_eager,
+        "--device cuda": config.device == "cuda",
+    }
+    for flag, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"--profile: a profile is of the native program on the CPU; leave {flag} out"
+            )
+
+
+def context_of(config: EngineConfig, model: ModelConfig) -> int:
+    """The tokens that a sequence may have here, if memory suffices. ConfigError as in `serve`."""
+    plan = plan_kv_cache(
+        free_bytes=1 << 62,
+        limit_bytes=None,
+        kv_bytes_per_token=1,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        max_position_embeddings=model.max_position_embeddings,
+        num_blocks_override=config.num_gpu_blocks_override,
+    )
+    return plan.max_model_len
+
+
+def fitting(options: InfoConfig, given: Container[str], max_model_len: int) -> InfoConfig:
+    """With the defaults no longer than the context."""
+    shorter: dict[str, Any] = {}
+    if "context" not in given:
+        shorter["context"] = min(options.context, max_model_len)
+    if "prompt_len" not in given:
+        shorter["prompt_len"] = tuple(min(n, max_model_len) for n in options.prompt_len)
+    return msgspec.structs.replace(options, **shorter)
 
 
 def facts(
@@ -57,17 +114,21 @@ def facts(
     kv_bytes = config.num_hidden_layers * kv_width * ITEM_BYTES[dtype]
     heads = f"{config.num_attention_heads} heads / {config.num_key_value_heads} KV heads"
     cpu = load_extension()
+    others = [isa for isa in cpu.available_isas() if isa != cpu.isa()]
+    also = f" (this CPU also runs: {', '.join(others)})" if others else ""
+    longest, context = config.max_position_embeddings, context_of(engine_config, config)
+    of = "" if context == longest else f" of the checkpoint's {longest:,}"
     return {
         "checkpoint": f"{checkpoint.path} ({checkpoint.kind})",
         "parameters": f"{num_parameters:,}",
         "layers": f"{config.num_hidden_layers}, hidden {config.hidden_size}, "
         f"{heads} of {config.head_dim}, MLP {config.intermediate_size}",
         "vocabulary": f"{config.vocab_size:,}",
-        "context": f"{config.max_position_embeddings:,} tokens",
+        "context": f"{context:,} tokens{of}",
         "weights": f"{packed_bytes(parameters, dtype) / 2**20:,.1f} MiB as {dtype}",
         "KV cache": f"{kv_bytes:,} bytes a token",
         "threads": str(engine_config.threads or num_usable_cores()),
-        "instructions": f"{cpu.isa()} of {', '.join(cpu.available_isas())}",
+        "instruction set": f"{cpu.isa()}{also}",
     }
 
 
@@ -93,9 +154,11 @@ def print_measured(
             if step.num_blocks(plan.block_size) > plan.num_blocks:
                 raise ConfigError(
                     f"{step.name}: needs {step.num_blocks(plan.block_size)} KV blocks, the cache "
-                    f"has {plan.num_blocks}; ask for fewer rows or a shorter context"
+                    f"has {plan.num_blocks}; ask for less with --decode-rows, --context or "
+                    "--prompt-len"
                 )
         spec = Recorder(max_model_len=plan.max_model_len).record(loaded.model)
+        check_memory(spec, steps, input_dtype(loaded.weights), share.free_bytes)
         program = build_program(spec, loaded.weights, loaded.cache)
         program.reserve(max(s.num_tokens for s in steps), max(len(s.rows) for s in steps))
         profiled = Profiled(

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from streamkv.bench.options import LoadConfig
 from streamkv.cli import build_parser, main
 from streamkv.config import EngineConfig, ServerConfig
 from streamkv.errors import ConfigError
@@ -50,6 +51,50 @@ def test_repeated_flags_and_comma_separated_environment_make_lists():
     given = vars(parser.parse_args(["--api-key", "a", "--api-key", "b"]))
     assert build_config(ServerConfig, given, {}).api_key == ("a", "b")
     assert build_config(ServerConfig, {}, {"STREAMKV_API_KEY": "a,b"}).api_key == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["m", "--concurrency", "1", "8", "--concurrency", "32", "--seed", "5"],
+        ["--concurrency", "1", "8", "32", "m", "--seed", "5"],
+        ["--seed", "5", "--concurrency", "1", "--concurrency=8", "--concurrency", "32", "m"],
+        ["--concurrency", "1", "8", "32", "--seed", "5", "m"],
+    ],
+)
+def test_lists_of_numbers_leave_a_model_alone_wherever_it_stands(arguments, monkeypatch):
+    seen: list[tuple[str, LoadConfig]] = []
+    monkeypatch.setattr(
+        "streamkv.bench.throughput.bench_throughput",
+        lambda engine_config, options: seen.append((engine_config.model, options)) or 0,
+    )
+    assert main(["bench", "throughput", *arguments]) == 0
+    assert seen == [("m", LoadConfig(concurrency=(1, 8, 32), seed=5))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["throughput", "a", "--concurrency", "1", "b"], "expected one model, got 'a' and 'b'"),
+        (["throughput", "--concurrency", "1", "b", "--seed", "1", "a"], "got 'a' and 'b'"),
+        (["throughput", "--concurrency", "b"], "--concurrency: expected a whole number, got 'b'"),
+        (["throughput", "--concurrency", "8", "0"], "expected a whole number >= 1, got '0'"),
+        (["kernels", "--decode-rows", "1", "b"], "--decode-rows: expected a whole number, got 'b'"),
+    ],
+)
+def test_a_wrong_word_in_a_list_is_one_line(arguments, message, capsys):
+    assert main(["bench", *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_help_shows_lists_as_they_are_typed(capsys):
+    for command in (["info"], ["bench", "throughput"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert "(default: 1 8 32)" in text and "N [N ...]" in text
+        assert "last line is a JSON document" in text
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ class Scene {
   Scene(Random& random, const AttentionShape& shape, Dtype dtype,
         const std::vector<std::pair<int64_t, int64_t>>& lengths);
 
-  // Fills the cache, a few tokens of each sequence at a time.
+  // Fills the cache, a few tokens of each sequence at a time, each slot once: threads may share
+  // out the tokens of a batch.
   void store(Order order);
   // [queries, num_heads * head_dim] of out_dtype.
   void attend(const std::vector<Part>& parts, int num_threads, Order order, Dtype out_dtype,
@@ -48,6 +49,10 @@ class Scene {
  private:
   int64_t width() const {
     return (shape_.num_heads + 2 * shape_.num_kv_heads) * shape_.head_dim;
+  }
+  // Tokens in blocks that the sequence before has too.
+  int64_t num_stored_before(const Sequence& sequence) const {
+    return sequence.num_shared / shape_.block_size * shape_.block_size;
   }
   int32_t slot(const Sequence& sequence, int64_t position) const {
     const int64_t block = sequence.blocks[position / shape_.block_size];
@@ -84,7 +89,7 @@ Scene::Scene(Random& random, const AttentionShape& shape, Dtype dtype,
       sequence.blocks.push_back(free_blocks_.back());
       free_blocks_.pop_back();
     }
-    const int64_t same = num_shared / shape.block_size * shape.block_size * width();
+    const int64_t same = num_stored_before(sequence) * width();
     if (same > 0)
       std::copy_n(sequences_.back().qkv.begin(), same, sequence.qkv.begin());
     sequences_.push_back(std::move(sequence));
@@ -137,10 +142,11 @@ void Scene::store(Order order) {
   constexpr int64_t kChunk = 37;
   for (int64_t first = 0;; first += kChunk) {
     std::vector<Part> parts;
-    for (size_t i = 0; i < sequences_.size(); ++i)
-      if (first < sequences_[i].num_tokens)
-        parts.push_back({static_cast<int64_t>(i), first,
-                         std::min(kChunk, sequences_[i].num_tokens - first)});
+    for (size_t i = 0; i < sequences_.size(); ++i) {
+      const int64_t begin = std::max(first, num_stored_before(sequences_[i]));
+      const int64_t end = std::min(first + kChunk, sequences_[i].num_tokens);
+      if (begin < end) parts.push_back({static_cast<int64_t>(i), begin, end - begin});
+    }
     if (parts.empty()) return;
     const BatchArrays batch = batch_of(parts);
     const std::vector<float> qkv = qkv_of(parts);

@@ -24,7 +24,8 @@ struct Check {
 
 constexpr Check kChecks[] = {
     {"packing", check_packing},     {"products", check_products}, {"elementwise", check_elementwise},
-    {"attention", check_attention}, {"sampling", check_sampling}, {"team", check_team},
+    {"attention", check_attention}, {"runner", check_runner},     {"sampling", check_sampling},
+    {"team", check_team},
 };
 
 bool check_isa(const std::string& isa) {

@@ -102,6 +102,7 @@ void check_packing(Report& report);
 void check_products(Report& report);
 void check_elementwise(Report& report);
 void check_attention(Report& report);
+void check_runner(Report& report);
 void check_sampling(Report& report);
 void check_team(Report& report);
 

@@ -14,6 +14,7 @@ import resource  # noqa: E402
 import sys  # noqa: E402
 
 from ..engine.async_engine import AsyncEngine  # noqa: E402
+from ..errors import StreamkvError  # noqa: E402
 from ..protocol import SamplingParams  # noqa: E402
 
 
@@ -48,7 +49,10 @@ def peak_rss_bytes() -> int:
 
 def main() -> None:
     asked = json.loads(sys.stdin.readline())
-    moments = asyncio.run(first_token(asked["config"], asked["input_len"]))
+    try:
+        moments = asyncio.run(first_token(asked["config"], asked["input_len"]))
+    except StreamkvError as error:  # its reader takes the last line
+        sys.exit(" ".join(str(error).split()))
     print(json.dumps({**moments, "peak_rss_bytes": peak_rss_bytes()}))
 
 

@@ -15,13 +15,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..errors import ConfigError
 from ..models import ModelConfig, build_model
 from ..ops import Parameter
 from ..ops.cpu_count import num_usable_cores
 from ..ops.extension import load_extension
+from ..runner.kv_cache import MAX_SLOTS, available_memory_bytes
 from ..runner.recorder import Recorder, build_program, input_dtype
 from .options import KernelsConfig
-from .profile import Profiled, Step, print_profile, profile, steps_of
+from .profile import (
+    Profiled,
+    Step,
+    check_memory,
+    check_steps,
+    print_profile,
+    profile,
+    steps_of,
+)
 
 BLOCK_SIZE = 16
 SHAPES = {
@@ -83,17 +93,25 @@ def build(cpu: ModuleType, options: KernelsConfig, steps: list[Step]) -> Profile
     """The program of a model of random weights, with room for the steps."""
     model = build_model(model_config(options.shape))
     config = model.config
+    check_steps(options, config.max_position_embeddings)
+    spec = Recorder(max_model_len=config.max_position_embeddings).record(model)
+    check_memory(spec, steps, options.dtype, available_memory_bytes())
+    num_blocks = max(step.num_blocks(BLOCK_SIZE) for step in steps)
+    if num_blocks * BLOCK_SIZE > MAX_SLOTS:
+        raise ConfigError(
+            f"--decode-rows: expected at most {MAX_SLOTS} tokens of context in all rows together, "
+            f"got {num_blocks * BLOCK_SIZE}"
+        )
     team = cpu.Team(options.threads or num_usable_cores())
     weights = random_weights(cpu, model.parameters(), options.dtype, team)
     cache = cpu.KvCache(
         options.dtype,
-        max(step.num_blocks(BLOCK_SIZE) for step in steps),
+        num_blocks,
         config.num_hidden_layers,
         config.num_key_value_heads,
         BLOCK_SIZE,
         config.head_dim,
     )
-    spec = Recorder(max_model_len=config.max_position_embeddings).record(model)
     program = build_program(spec, weights, cache)
     program.reserve(max(s.num_tokens for s in steps), max(len(s.rows) for s in steps))
     return Profiled(
@@ -108,10 +126,25 @@ def build(cpu: ModuleType, options: KernelsConfig, steps: list[Step]) -> Profile
     )
 
 
+def extension(isa: str) -> ModuleType:
+    """With the instruction set of `--isa`, whatever the environment says; empty: as elsewhere."""
+    if not isa:
+        return load_extension()
+    name = "STREAMKV_CPU_ISA"
+    before, os.environ[name] = os.environ.get(name), isa
+    try:
+        return load_extension()
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(name, "--isa")) from None
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def bench_kernels(options: KernelsConfig) -> int:
-    if options.isa:
-        os.environ["STREAMKV_CPU_ISA"] = options.isa
-    cpu = load_extension()
+    cpu = extension(options.isa)
     steps = steps_of(options)
     measured = profile(build(cpu, options, steps), steps, options.rounds)
     details = {"config": msgspec.to_builtins(options), "isa": cpu.isa()}

@@ -20,11 +20,11 @@ class LoadConfig(msgspec.Struct, frozen=True, kw_only=True):
     its last one ended."""
 
     concurrency: Annotated[
-        tuple[Length, ...], Meta(description="streams at once; repeat for several")
+        tuple[Length, ...], Meta(description="streams at once; one or several")
     ] = (1, 8, 32)
-    input_len: Annotated[
-        tuple[Length, ...], Meta(description="prompt tokens; repeat for several")
-    ] = (128,)
+    input_len: Annotated[tuple[Length, ...], Meta(description="prompt tokens; one or several")] = (
+        128,
+    )
     output_len: Annotated[Length, Meta(description="tokens generated for each request")] = 128
     shared_prefix_len: Annotated[
         int, Meta(ge=0, description="prompt tokens that all requests of a round share")
@@ -45,11 +45,14 @@ class LatencyConfig(LoadConfig, frozen=True, kw_only=True):
     """The same loops, seen by one stream among few."""
 
     concurrency: Annotated[
-        tuple[Length, ...], Meta(description="streams at once; repeat for several")
+        tuple[Length, ...], Meta(description="streams at once; one or several")
     ] = (1,)
-    input_len: Annotated[
-        tuple[Length, ...], Meta(description="prompt tokens; repeat for several")
-    ] = (32, 128, 512, 1800)
+    input_len: Annotated[tuple[Length, ...], Meta(description="prompt tokens; one or several")] = (
+        32,
+        128,
+        512,
+        1800,
+    )
     output_len: Annotated[Length, Meta(description="tokens generated for each request")] = 32
 
 
@@ -64,10 +67,11 @@ class StepsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Steps to try a program with."""
 
     decode_rows: Annotated[
-        tuple[Length, ...], Meta(description="a step of so many rows, a token each; repeatable")
+        tuple[Length, ...], Meta(description="a step of so many rows, a token each; one or several")
     ] = (1, 8, 32)
     prompt_len: Annotated[
-        tuple[Length, ...], Meta(description="a step of one prompt of so many tokens; repeatable")
+        tuple[Length, ...],
+        Meta(description="a step of one prompt of so many tokens; one or several"),
     ] = (512,)
     context: Annotated[Length, Meta(description="tokens that each row has after the step")] = 256
     rounds: Annotated[Length, Meta(description="medians are taken over rounds")] = 5

@@ -15,14 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runner.cost import Cost, StepShape, cost_of, label
+from ..errors import ConfigError
+from ..runner.cost import Cost, StepShape, cost_of, counted, label
+from ..runner.kv_cache import format_bytes
 from ..runner.program import DTYPE_BYTES, Linear, LinearSiluMul, PagedAttention, ProgramSpec
 from .options import StepsConfig
-from .peaks import Peaks, measure_peaks, shown
+from .peaks import Peaks, best_of, measure_peaks, shown
 from .report import Figures, print_report
 
 ROUND_S = 0.2  # of each step in a round
 MAX_RUNS = 200
+LEAST_PEAKS = 3  # measurements, so that a moment's load isn't taken for a limit
+DISTURBED = 105.0  # % of limit
 
 OpName = tuple[str, str]  # the op and what it works with, the same in all layers
 
@@ -42,11 +46,12 @@ class Step(NamedTuple):
 
 
 def decode_step(num_rows: int, context: int) -> Step:
-    return Step(f"{num_rows} rows of 1 token, context {context}", ((1, context),) * num_rows)
+    name = f"{counted(num_rows, 'row')} of 1 token, context {context}"
+    return Step(name, ((1, context),) * num_rows)
 
 
 def prompt_step(num_tokens: int) -> Step:
-    return Step(f"a prompt of {num_tokens} tokens", ((num_tokens, num_tokens),))
+    return Step(f"a prompt of {counted(num_tokens, 'token')}", ((num_tokens, num_tokens),))
 
 
 def steps_of(options: StepsConfig) -> list[Step]:
@@ -54,6 +59,32 @@ def steps_of(options: StepsConfig) -> list[Step]:
         *(decode_step(num_rows, options.context) for num_rows in options.decode_rows),
         *(prompt_step(num_tokens) for num_tokens in options.prompt_len),
     ]
+
+
+def check_steps(options: StepsConfig, max_model_len: int) -> None:
+    """ConfigError for a step beyond the context of the model."""
+    lengths = [("--context", options.context), *(("--prompt-len", n) for n in options.prompt_len)]
+    for flag, length in lengths:
+        if length > max_model_len:
+            raise ConfigError(
+                f"{flag}: expected at most the {max_model_len} tokens of the model's context, "
+                f"got {length}"
+            )
+
+
+def check_memory(
+    spec: ProgramSpec, steps: Sequence[Step], input_dtype: str, free_bytes: int
+) -> None:
+    """ConfigError for a step whose activations don't fit in the memory."""
+    layout = spec.layout(DTYPE_BYTES[input_dtype])
+    for step in steps:
+        num_bytes = step.num_tokens * layout.bytes_per_token
+        num_bytes += len(step.rows) * layout.bytes_per_logit_row
+        if num_bytes > free_bytes:
+            raise ConfigError(
+                f"{step.name}: needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} are "
+                "free; ask for less with --decode-rows or --prompt-len"
+            )
 
 
 class Profiled(NamedTuple):
@@ -143,22 +174,27 @@ def limit_s(op: str, cost: Cost, peaks: Peaks, input_dtype: str) -> float:
 
 
 class Profile(NamedTuple):
-    """Medians over the rounds."""
+    """Medians over the rounds, beside the best that the machine did meanwhile."""
 
     peaks: Peaks
     steps: dict[str, list[tuple[str, Figures]]]  # by step: op, figures; the last is the whole
 
 
 def profile(profiled: Profiled, steps: Sequence[Step], num_rounds: int) -> Profile:
-    """Peaks and every step in every round."""
-    rounds: list[tuple[Peaks, list[dict[OpName, float]]]] = []
+    """Every step in every round, and the peaks before each."""
+    measured: list[Peaks] = []
+    rounds: list[list[dict[OpName, float]]] = []
     for _ in range(num_rounds):
-        peaks = measure_peaks(profiled.cpu, profiled.team)
-        rounds.append((peaks, [time_step(profiled, step) for step in steps]))
-    peaks = Peaks(*map(statistics.median, zip(*(peaks for peaks, _ in rounds), strict=True)))
+        rounds.append([])
+        for step in steps:
+            measured.append(measure_peaks(profiled.cpu, profiled.team))
+            rounds[-1].append(time_step(profiled, step))
+    while len(measured) < LEAST_PEAKS:
+        measured.append(measure_peaks(profiled.cpu, profiled.team))
+    peaks = best_of(measured)
     tables = {}
     for index, step in enumerate(steps):
-        times = [times[index] for _, times in rounds]
+        times = [times[index] for times in rounds]
         median_s = {name: statistics.median(one[name] for one in times) for name in times[0]}
         tables[step.name] = _rows(profiled, step, median_s, peaks)
     return Profile(peaks, tables)
@@ -189,6 +225,17 @@ def _figures(cost: Cost, seconds: float, limit: float, whole_s: float) -> Figure
     }
 
 
+def disturbance(measured: Profile) -> str:
+    """What to say where a kernel beat its limit; empty where none did."""
+    shares = [figures["% of limit"] for ops in measured.steps.values() for _, figures in ops]
+    if max(shares, default=0.0) <= DISTURBED:
+        return ""
+    return (
+        f"kernels reached {max(shares):.0f} % of their limit: the peaks were disturbed by other "
+        "load, or a cache held what was counted as memory; don't trust '% of limit' here"
+    )
+
+
 def print_profile(
     benchmark: str, title: str, measured: Profile, details: Mapping[str, Any]
 ) -> None:
@@ -197,9 +244,11 @@ def print_profile(
     for name, ops in measured.steps.items():
         rows += [(f"{name}:", {}), *((f"  {op}", figures) for op, figures in ops)]
     print("  ".join(f"{name} {value:.0f}" for name, value in shown(measured.peaks).items()))
+    if warning := disturbance(measured):
+        print(warning)
     document = {
         **details,
-        "peaks": measured.peaks._asdict(),
+        "peaks": {name: value for name, value in measured.peaks._asdict().items() if value},
         "steps": {name: dict(ops) for name, ops in measured.steps.items()},
     }
     print_report(benchmark, title, rows, document)

@@ -60,7 +60,16 @@ def print_report(
         "machine": machine(),
         **details,
     }
-    print(json.dumps(document), flush=True)
+    print(json.dumps(rounded(document)), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """The same with numbers of no more digits than a measurement has."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def machine() -> dict[str, Any]:

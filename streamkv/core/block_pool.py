@@ -26,8 +26,10 @@ class BlockPool:
         self.ref_counts: array[int] = array("i", bytes(4 * num_blocks))
         # The entry after the last block is the list's two ends: next of it is taken first.
         self._end = num_blocks
-        self._next: array[int] = array("i", [*range(1, num_blocks + 1), 0])
-        self._prev: array[int] = array("i", [num_blocks, *range(num_blocks)])
+        self._next: array[int] = array("i", range(1, num_blocks + 2))
+        self._prev: array[int] = array("i", range(-1, num_blocks))
+        self._next[self._end] = 0
+        self._prev[0] = self._end
 
     def take(self) -> int:
         """The free block that was unused for longest, now referenced once."""

@@ -12,6 +12,7 @@ stream, joins the thread and frees the model's memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import functools
 import logging
@@ -92,6 +93,7 @@ class AsyncEngine:
         self._tokenizer = tokenizer
         self._info: RunnerInfo | None = None
         self._device: DeviceThread | None = None
+        self._started = False  # by `start`, which is called once
         self._loops: dict[str, EngineLoop] = {}
         self._settled = asyncio.Event()  # set once the status is not LOADING
         self._draining = asyncio.Event()  # set once its end was asked for
@@ -102,18 +104,18 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Begin to load, and return at once. `wait_ready` waits for the end of it."""
-        if self._status is EngineStatus.CLOSED or self._device is not None:
+        if self._status is EngineStatus.CLOSED or self._started:
             raise RuntimeError("an AsyncEngine is started once: make a new one")
-        self._device = DeviceThread(
-            self._build_runner, self._on_output, name=f"streamkv-device-{self.model_ids[0]}"
-        )
-        self._device.loaded.add_done_callback(self._on_loaded)
+        self._started = True
+        self._load()
 
     async def wait_ready(self) -> None:
-        """Until the engine, started here or elsewhere, is ready.
+        """Until the engine is ready. One that nobody has started yet begins to load.
 
         Raises what kept it from loading, or EngineDeadError.
         """
+        if self._status is EngineStatus.LOADING:
+            self._load()
         await self._settled.wait()
         if self._status is EngineStatus.FAILED and self._error is not None:
             raise self._error
@@ -123,7 +125,7 @@ class AsyncEngine:
         """Take no request any more; those that were admitted go on. Idempotent."""
         if self._status in (EngineStatus.LOADING, EngineStatus.READY):
             self._set_status(EngineStatus.DRAINING)
-        self._draining.set()
+        _set(self._draining)
 
     async def wait_draining(self) -> None:
         """Until somebody calls `drain` or `close`."""
@@ -340,6 +342,18 @@ class AsyncEngine:
 
     # --- from the device ---------------------------------------------------------------------
 
+    def _load(self) -> None:
+        """Begin to load; nothing happens if that has begun."""
+        if self._device is not None:
+            return
+        self._device = DeviceThread(
+            self._build_runner,
+            self._on_output,
+            self._on_device_dead,
+            name=f"streamkv-device-{self.model_ids[0]}",
+        )
+        self._device.loaded.add_done_callback(self._on_loaded)
+
     def _build_runner(self, progress: Callable[[str, float], None]) -> Runner:
         """On the device thread. Nobody reads `_tokenizer` before `loaded` is set."""
         model = build_model(self.config, self._given_runner, self._tokenizer, progress)
@@ -395,6 +409,12 @@ class AsyncEngine:
         for loop in self._loops.values():
             loop.on_output(output)
 
+    def _on_device_dead(self, error: EngineDeadError) -> None:
+        for loop in self._loops.values():
+            loop.die(error)
+        if self._status is not EngineStatus.FAILED:  # no loop to tell of it
+            self._fail(error)
+
     def _fail(self, error: BaseException) -> None:
         """The end, by itself: nothing is served any more, and the device's memory is given back."""
         self._error = error
@@ -405,4 +425,9 @@ class AsyncEngine:
     def _set_status(self, status: EngineStatus) -> None:
         self._status = status
         if status is not EngineStatus.LOADING:
-            self._settled.set()
+            _set(self._settled)
+
+
+def _set(event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # its waiters were left behind by a loop that is closed
+        event.set()

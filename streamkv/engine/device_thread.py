@@ -2,14 +2,16 @@
 
 Owns the runner (built, used and dropped on this thread alone) and the channel that carries steps
 to it and outputs back, as bytes. It must not know requests, the scheduler or text. The event loop
-sees four things (`loaded`, `submit`, `on_output`, `close`): another transport can take its place.
+sees five things (`loaded`, `submit`, `on_output`, `on_dead`, `close`): another transport can take
+its place.
 
 A runner with a `serve` method is given the channel and stays in native code: no step waits for the
 interpreter's lock. For other runners the thread runs a loop in Python.
 
 Invariant: no exception leaves the thread. What fails while loading is set on `loaded`, what fails
 in a step is its StepOutput's `error`; every step submitted before the close began is answered in
-order, with at most one wake-up of the event loop each.
+order, with at most one wake-up of the event loop each. If the thread ends for another reason than
+being asked to, `on_dead` is called, once, after the last answer.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from ..protocol import (
 
 logger = logging.getLogger(__name__)
 
-# How often an idle thread looks whether the interpreter is going down. A program that forgets to
-# close its engine then still ends, while daemon threads would be killed inside native code.
+# How often an idle thread looks whether it was forgotten. A program that forgets to close its
+# engine then still ends, while daemon threads would be killed inside native code.
 _EXIT_CHECK_S = 2.0
 
 
@@ -64,6 +66,10 @@ class NativeRunner(Protocol):
         """Answer steps. True: the channel was closed; False: none has come for so long."""
 
 
+class _Thread(threading.Thread):
+    """To tell the threads made here from those of the program."""
+
+
 class DeviceThread:
     """Runs a Runner away from the event loop. Public methods belong to the loop's thread."""
 
@@ -71,6 +77,7 @@ class DeviceThread:
         self,
         build: Callable[[Callable[[str, float], None]], Runner],
         on_output: Callable[[StepOutput], None],
+        on_dead: Callable[[EngineDeadError], None],
         *,
         name: str,
     ) -> None:
@@ -80,11 +87,12 @@ class DeviceThread:
         self.loaded: asyncio.Future[RunnerInfo] = self._loop.create_future()
         self._build = build
         self._on_output = on_output
+        self._on_dead = on_dead
         self._stopping = False
         self._ended = asyncio.Event()
         self._channel = Channel()
         self._loop.add_reader(self._channel.fd, self._deliver)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
+        self._thread = _Thread(target=self._run, name=name, daemon=False)
         self._thread.start()
 
     def submit(self, step: StepInput) -> None:
@@ -114,10 +122,25 @@ class DeviceThread:
     # --- on the event loop ------------------------------------------------------------------
 
     def _deliver(self) -> None:
-        for message in self._channel.take():
-            if self._stopping:  # the one before may have been the last straw
-                return
-            self._on_output(decode_output(message))
+        try:
+            for message in self._channel.take():
+                if self._stopping:  # the one before may have been the last straw
+                    return
+                self._on_output(decode_output(message))
+        except Exception as exc:  # an answer is lost: whoever waits for it would for ever
+            logger.exception("taking the outputs failed")
+            self._die(f"taking the outputs failed: {_describe(exc)}")
+
+    def _set_ended(self, reason: str) -> None:
+        """The thread serves nobody any more. What it has answered before comes first."""
+        if not self._stopping:
+            self._deliver()
+            self._die(f"the device thread has ended: {reason}")
+
+    def _die(self, reason: str) -> None:
+        if not self._stopping:
+            self.stop()
+            self._on_dead(EngineDeadError(f"the engine has stopped: {reason}"))
 
     def _set_loaded(self, info: RunnerInfo) -> None:
         if not self.loaded.done():
@@ -143,17 +166,17 @@ class DeviceThread:
             traceback.clear_frames(exc.__traceback__)
             self._post(self._set_load_error, error)
         else:
-            self._serve(runner)
+            self._post(self._set_ended, self._serve(runner))
         try:
             if runner is not None:
                 runner.close()
-        except Exception:
+        except BaseException:  # as above: whoever closes the engine waits for the end
             logger.exception("closing the runner failed")
         del runner
         self._post(self._ended.set)
 
-    def _serve(self, runner: Runner) -> None:
-        """Until the channel is closed, or whoever would close it is gone."""
+    def _serve(self, runner: Runner) -> str:
+        """Until the channel is closed, or whoever would close it is gone. Returns why it ended."""
         serve = (
             runner.serve
             if isinstance(runner, NativeRunner)
@@ -161,11 +184,28 @@ class DeviceThread:
         )
         try:
             while not serve(self._channel, _EXIT_CHECK_S):
-                abandoned = self._loop.is_closed() or not threading.main_thread().is_alive()
-                if abandoned or self._stopping:
-                    return
-        except BaseException:  # see _run
+                if self._stopping or self._is_abandoned():
+                    return "the program has ended, and nothing runs its event loop"
+        except BaseException as exc:  # see _run
             logger.exception("the device thread has ended")
+            traceback.clear_frames(exc.__traceback__)
+            return _describe(exc)
+        return "the runner has stopped serving"
+
+    def _is_abandoned(self) -> bool:
+        """Whether the event loop will never ask for anything again.
+
+        One that stands still may be run again by the main thread. Once that has ended, one that
+        runs counts, unless only daemon threads are left besides ours: the interpreter waits for us.
+        """
+        if self._loop.is_closed():
+            return True
+        if threading.main_thread().is_alive():
+            return False
+        others = (one for one in threading.enumerate() if not isinstance(one, _Thread))
+        return not self._loop.is_running() or all(
+            one.daemon or one is threading.main_thread() for one in others
+        )
 
     def _report(self, stage: str, fraction: float) -> None:
         if self._stopping:

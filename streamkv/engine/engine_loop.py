@@ -188,6 +188,8 @@ class EngineLoop:
 
     def _wake(self) -> None:
         """Have a turn in this loop iteration: whatever else arrives in it shares the step."""
+        if self._loop.is_closed():  # a reader leaves after the end: nothing will ever run again
+            return
         if not self._turn_due and not self._stopped:
             self._turn_due = True
             self._loop.call_soon(self._wake_turn)
@@ -207,7 +209,7 @@ class EngineLoop:
             self._settle()
         except Exception as exc:
             logger.exception("the engine loop failed")
-            self._die(f"the engine has stopped: {type(exc).__name__}: {exc}")
+            self.die(EngineDeadError(f"the engine has stopped: {type(exc).__name__}: {exc}"))
 
     def _commit(self, output: StepOutput) -> list[TokenEvent]:
         self._num_failed_steps = self._num_failed_steps + 1 if output.error else 0
@@ -269,7 +271,8 @@ class EngineLoop:
         """After a turn: die of a broken device, or rest if nothing is left to do."""
         scheduler = self.scheduler
         if self._num_failed_steps >= MAX_FAILED_STEPS:
-            self._die(f"the engine has stopped: {self._num_failed_steps} steps failed in a row")
+            num_failed = self._num_failed_steps
+            self.die(EngineDeadError(f"the engine has stopped: {num_failed} steps failed in a row"))
         elif scheduler.num_in_flight_steps == 0:
             self._feed()  # what stop strings gave back may let others start
             if scheduler.num_in_flight_steps > 0:
@@ -319,9 +322,11 @@ class EngineLoop:
             [str(output.finish_reason) for output in entry.mailbox.choices],
         )
 
-    def _die(self, message: str) -> None:
+    def die(self, error: EngineDeadError) -> None:
+        """End every request with the error, and tell `on_dead`. Nothing happens once stopped."""
+        if self._stopped:
+            return
         self._stopped = True
-        error = EngineDeadError(message)
         for entry in self._entries.values():
             self._count_unfinished(entry, FinishReason.ERROR)
             entry.mailbox.fail(error)

@@ -1,22 +1,29 @@
 """The C++ extension `streamkv._cpu`: importing it and choosing its instruction set.
 
-Knows nothing of what is computed with it. Invariant: whoever has the module from here has one whose
-kernels run on this CPU; the choice holds for the whole process and is the same each time.
+Knows nothing of what is computed with it. Owns the choice, which is made once per process, when
+the module is first asked for: weights are packed for one instruction set, and the bits of all
+models depend on it. Invariant: whoever has the module from here has one whose kernels run on this
+CPU, and another name in STREAMKV_CPU_ISA later is an error, never a change.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from types import ModuleType
 
 from ..errors import ConfigError
 
+_lock = threading.Lock()  # models are loaded on threads of their own
+_chosen: str | None = None  # guarded by it
+
 
 def load_extension() -> ModuleType:
-    """The module with the best instruction set here, or the one STREAMKV_CPU_ISA names.
+    """The module, with the best instruction set here or the one STREAMKV_CPU_ISA names.
 
-    Raises ConfigError where the extension isn't built, or for an instruction set that is unknown
-    or that this CPU lacks.
+    Once chosen it stays: later calls change nothing, and without a name they take what is there.
+    Raises ConfigError where the extension isn't built, or for an instruction set that is unknown,
+    that this CPU lacks, or that isn't the one chosen before.
     """
     try:
         from streamkv import _cpu
@@ -31,8 +38,23 @@ def load_extension() -> ModuleType:
         raise ConfigError(
             "the native kernels expected SSE4.2, which this CPU lacks; use --ops reference"
         )
-    try:
-        cpu.set_isa(os.environ.get("STREAMKV_CPU_ISA") or isas[0])
-    except ValueError as error:
-        raise ConfigError(f"STREAMKV_CPU_ISA: {error}") from error
+    _choose(cpu, os.environ.get("STREAMKV_CPU_ISA", ""), isas)
     return cpu
+
+
+def _choose(cpu: ModuleType, name: str, isas: list[str]) -> None:
+    """Set the instruction set unless that was done; `name` may be empty."""
+    global _chosen
+    with _lock:
+        if _chosen is not None and name in ("", _chosen):
+            return
+        if _chosen is not None and name in isas:
+            raise ConfigError(
+                f"STREAMKV_CPU_ISA: expected {_chosen!r}, which this process chose when its first "
+                f"model was loaded, got {name!r}; it is chosen once per process: start another one"
+            )
+        try:
+            cpu.set_isa(name or isas[0])  # raises for names that aren't in `isas`
+        except ValueError as error:
+            raise ConfigError(f"STREAMKV_CPU_ISA: {error}") from error
+        _chosen = cpu.isa()

@@ -126,6 +126,11 @@ def label(op: Op) -> str:
     return "rows that want logits"
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 row", "2 rows"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def describe(
     spec: ProgramSpec,
     *,
@@ -152,10 +157,12 @@ def describe(
     name_width = max(len(f"{name} {of}") for name, of in groups)
     layout = spec.layout(input_bytes)
     lines = [
-        f"{len(spec.ops)} ops, {len(spec.buffers)} buffers, arena {layout.bytes_per_token:,} bytes "
-        f"per token and {layout.bytes_per_logit_row:,} per logit row",
-        f"a step of {num_tokens} tokens in {num_rows} rows with {context} tokens of context, "
-        f"{num_logit_rows} want logits, {dtype}:",
+        f"{counted(len(spec.ops), 'op')}, {counted(len(spec.buffers), 'buffer')}, "
+        f"arena {layout.bytes_per_token:,} bytes per token and {layout.bytes_per_logit_row:,} per "
+        "logit row",
+        f"a step of {counted(num_tokens, 'token')} in {counted(num_rows, 'row')} with "
+        f"{counted(context, 'token')} of context, "
+        f"{num_logit_rows} want{'s' if num_logit_rows == 1 else ''} logits, {dtype}:",
         f"{'op':{name_width}}  times {'MB':>10} {'MFLOP':>10} {'FLOP/byte':>10}",
     ]
     for (name, of), total in totals.items():

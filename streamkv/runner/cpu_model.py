@@ -38,6 +38,7 @@ from .kv_cache import (
     format_bytes,
     max_step_tokens,
     plan_memory,
+    workspace_bytes,
 )
 
 DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
@@ -68,6 +69,22 @@ class CpuModel(NamedTuple):
             vocab_size=self.model.config.vocab_size,
             max_tokens=max_step_tokens(config, self.plan.max_model_len),
         )
+
+    @contextlib.contextmanager
+    def explained_step(self, config: EngineConfig) -> Iterator[None]:
+        """What the extension raises where steps get their memory, and where one is tried, as what
+        the operator can do about it."""
+        try:
+            yield
+        except MemoryError as error:
+            needed = format_bytes(workspace_bytes(config, self.model.config))
+            raise ConfigError(
+                f"the memory of the largest step (up to {needed}) can't be allocated: lower "
+                f"--max-num-batched-tokens ({config.max_num_batched_tokens}), --max-num-seqs "
+                f"({config.max_num_seqs}) or --max-model-len ({self.plan.max_model_len})"
+            ) from error
+        except ValueError as error:
+            raise unsupported(error) from error
 
     def info(self, ops: str) -> RunnerInfo:
         num_threads = self.team.num_threads
@@ -102,7 +119,7 @@ def load_cpu_model(
         model = build_model(ModelConfig.from_dict(source.config))
         parameters = list(model.parameters())
         share.reserve("weights", packed_bytes(parameters, dtype))
-        with _explained("the weights"):
+        with _explained("the weights"), _explained_threads(num_threads):
             weights = load_packed(
                 cpu,
                 source,
@@ -132,7 +149,11 @@ def load_cpu_model(
             plan.block_size,
             model.config.head_dim,
         )
-    return CpuModel(cpu, model, plan, cpu.Team(num_threads), weights, cache, dtype)
+    progress("starting threads", 1.0)
+    with _explained_threads(num_threads, has_only_threads=True):
+        team = cpu.Team(num_threads)
+    progress("preparing steps", 1.0)
+    return CpuModel(cpu, model, plan, team, weights, cache, dtype)
 
 
 @contextlib.contextmanager
@@ -147,6 +168,22 @@ def _explained(what: str) -> Iterator[None]:
         ) from error
     except ValueError as error:
         raise unsupported(error) from error
+
+
+@contextlib.contextmanager
+def _explained_threads(num_threads: int, *, has_only_threads: bool = False) -> Iterator[None]:
+    """What is raised where the system grants no more threads, or no memory for them
+    (`has_only_threads`: memory is for nothing else), as what the operator can do about it."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_about_threads = "can't start new thread" in str(error)  # Python's words, and the team's
+        if not has_only_threads and not is_about_threads:
+            raise
+        raise ConfigError(
+            f"{num_threads} threads can't be started ({error}): lower --threads ({num_threads}), "
+            "or let the system grant more threads and memory"
+        ) from error
 
 
 def unsupported(error: ValueError) -> ModelLoadError:

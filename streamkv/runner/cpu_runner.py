@@ -19,7 +19,7 @@ from ..config import EngineConfig
 from ..errors import ModelLoadError
 from ..protocol import RunnerInfo, StepInput, StepOutput, decode_output, encode_step
 from ..weights.hub import Checkpoint
-from .cpu_model import CpuModel, check_finite, load_cpu_model, one_token, unsupported
+from .cpu_model import CpuModel, check_finite, load_cpu_model, one_token
 from .eager import Eager
 from .kv_cache import MemoryBudget, MemoryShare
 from .recorder import Recorder, build_program
@@ -85,13 +85,12 @@ class CpuRunner:
 
     def _record(self, loaded: CpuModel) -> _Program:
         spec = Recorder(max_model_len=loaded.plan.max_model_len).record(loaded.model)
-        try:
+        with loaded.explained_step(self._config):
             program = build_program(spec, loaded.weights, loaded.cache)
             native = loaded.runner(self._config, program, spec.logits)
             program.run(one_token(loaded.cpu), loaded.team)
-        except ValueError as error:
-            raise unsupported(error) from error
-        check_finite(self._checkpoint, program.read(spec.logits).view(np.float32))
+            logits = program.read(spec.logits).view(np.float32)
+        check_finite(self._checkpoint, logits)
         return _Program(loaded, program, spec.logits, native)
 
 
@@ -124,11 +123,9 @@ class EagerCpuRunner:
                 loaded.cache,
                 max_model_len=loaded.plan.max_model_len,
             )
-            self._parts = _Eager(loaded, ops, loaded.runner(self._config, None, -1))
-            try:
+            with loaded.explained_step(self._config):
+                self._parts = _Eager(loaded, ops, loaded.runner(self._config, None, -1))
                 logits = self._logits(one_token(loaded.cpu))
-            except ValueError as error:
-                raise unsupported(error) from error
             check_finite(self._checkpoint, logits)
             return loaded.info("native, one by one")
         except BaseException:

@@ -20,6 +20,9 @@ from ..models import ModelConfig
 
 CPU_LIMIT_BYTES = 4 << 30  # a chat server on a laptop shouldn't take all of its memory
 MAX_SLOTS = 2**31 - 1  # kernels number them in int32
+# The books of the blocks are made and checked on the event loop, at 0.4 us a block, and a pause of
+# half a second is as much as streams should see: 16 million tokens at the usual block size.
+MAX_BLOCKS = 1 << 20
 MIN_MODEL_LEN = 2  # a token of prompt and one of answer
 
 
@@ -167,7 +170,8 @@ def plan_kv_cache(
     """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
 
     `max_model_len` 0 means the checkpoint's, shortened to what fits; one that was asked for must
-    fit, and then may exceed `limit_bytes` (but not `free_bytes`). There is always one block.
+    fit, and then may exceed `limit_bytes` (but not `free_bytes`). There is always one block, and
+    never more than MAX_BLOCKS.
     Raises ConfigError with the numbers.
     """
     if 0 < max_model_len < MIN_MODEL_LEN:
@@ -183,11 +187,12 @@ def plan_kv_cache(
     length = max_model_len or max_position_embeddings
     block_bytes = kv_bytes_per_token * block_size
     blocks_per_sequence = -(-length // block_size)
-    max_blocks = MAX_SLOTS // block_size
+    max_blocks = min(MAX_BLOCKS, MAX_SLOTS // block_size)
     if num_blocks_override > max_blocks:
         raise ConfigError(
             f"num_gpu_blocks_override: expected at most {max_blocks} blocks of {block_size} "
-            f"tokens, got {num_blocks_override}"
+            f"tokens, got {num_blocks_override}; larger blocks hold more: raise --block-size "
+            f"({block_size})"
         )
     if num_blocks_override:
         num_blocks = num_blocks_override
@@ -197,6 +202,11 @@ def plan_kv_cache(
             limit = max(limit, blocks_per_sequence * block_bytes)
         affordable = min(free_bytes, limit) // block_bytes
         num_blocks = max(1, min(affordable, max_num_seqs * blocks_per_sequence, max_blocks))
+    if max_model_len and blocks_per_sequence > max_blocks:
+        raise ConfigError(
+            f"max_model_len {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
+            f"tokens, expected at most {max_blocks}: raise --block-size"
+        )
     if max_model_len and num_blocks < blocks_per_sequence:
         raise ConfigError(
             f"max_model_len {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "

@@ -27,18 +27,37 @@ def build_runner(
 ) -> Runner:
     """A runner that has still to `load`. `budget` is shared by the models of a process; None:
     one of its own. ConfigError."""
+    check_config(config)
     device = _select_device(config)
-    if device == "cuda" and config.ops == "native":
-        raise ConfigError("ops: the native kernels run on a CPU; use --ops reference on a GPU")
     if device == "cpu" and config.ops != "reference":
         from .cpu_runner import CpuRunner, EagerCpuRunner
 
         runner_type = EagerCpuRunner if config.enforce_eager else CpuRunner
         return runner_type(config, checkpoint, budget)
+    if config.enforce_eager:
+        raise _unused_enforce_eager("a GPU runs")
     _require_torch()
     from .torch_runner import TorchRunner
 
     return TorchRunner(config, checkpoint, budget)
+
+
+def check_config(config: EngineConfig) -> None:
+    """ConfigError for wishes that no machine can grant together, and for a device that isn't
+    here."""
+    if config.device == "cuda" and config.ops == "native":
+        raise ConfigError("ops: the native kernels run on a CPU; use --ops reference on a GPU")
+    if config.enforce_eager and config.ops == "reference":
+        raise _unused_enforce_eager("--ops reference is")
+    if config.device == "cuda":
+        _select_device(config)
+
+
+def _unused_enforce_eager(who: str) -> ConfigError:
+    return ConfigError(
+        f"--enforce-eager is for the native kernels, and {who} plain torch, which runs operations "
+        "one by one anyway; leave --enforce-eager out, or use --ops native"
+    )
 
 
 def _select_device(config: EngineConfig) -> Literal["cpu", "cuda"]:

@@ -1,4 +1,4 @@
-"""GGUF files: metadata and tensors, read in place through a memory map.
+"""GGUF files: metadata and tensors.
 
 Owns the format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
 little-endian) and the dequantization of the types in `BLOCKS`. Knows nothing of models: names and
@@ -11,11 +11,9 @@ Dequantization is bound by numpy's loops, so they run over whole arrays: sixteen
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
-from .mapped import CHUNK_VALUES, forget_pages
+from .reading import ROW_MULTIPLE, Bytes, CheckpointFile, row_ranges
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
+HEADER_BYTES = 1 << 20  # read at least at a time until the header ends
 LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 STRING, ARRAY, BOOL = 8, 9, 7
@@ -144,8 +143,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data: mmap.mmap | None = _map_file(path)
-        cursor = _Cursor(self._data, path)
+        self._file = CheckpointFile(path)
+        cursor = _Cursor(self._file)
         num_tensors, num_keys = _read_header(cursor)
         self.metadata: dict[str, Any] = _read_metadata(cursor, num_keys)
         self.tensors: dict[str, GGUFTensor] = _read_tensors(cursor, num_tensors, self._alignment())
@@ -153,54 +152,46 @@ class GGUFFile:
     def read(self, name: str) -> Floats:
         """The tensor's values, dequantized to float32, in its shape."""
         tensor = self.tensors[name]
-        size = BLOCKS[tensor.type].size
-        out = np.empty((math.prod(tensor.shape) // size, size), np.float32)
-        for start in range(0, len(out), CHUNK_VALUES // size):
-            end = min(start + CHUNK_VALUES // size, len(out))
-            self._dequantize(tensor, start, out[start:end])
+        blocks = self._blocks(tensor, 0, np.empty(tensor.num_bytes, np.uint8))
+        out = np.empty((len(blocks), BLOCKS[tensor.type].size), np.float32)
+        _dequantize(tensor, blocks, out)
         return out.reshape(tensor.shape)
 
-    def read_rows(self, name: str, start: int, end: int) -> NDArray[Any]:
-        """Rows start .. end - 1 of the tensor's first dimension; a vector is read whole.
-
-        float32, or what is stored where numpy can view it: float16, bfloat16 as its uint16 bits.
-        A view is of the map: drop it before the file is closed.
+    def chunks(self, name: str, multiple: int = ROW_MULTIPLE) -> Iterator[NDArray[Any]]:
+        """A few rows at a time, as `row_ranges` has them: float32, or what is stored where numpy
+        can view it: float16, bfloat16 as its uint16 bits. Each chunk is where the one before was.
         """
         tensor = self.tensors[name]
-        block_type = BLOCKS[tensor.type]
-        first, num_blocks = _block_range(tensor, start, end)
-        shape = (end - start, *tensor.shape[1:])
-        if block_type.size == 1:
-            return self._blocks(tensor, first, num_blocks).reshape(shape)
-        out = np.empty((num_blocks, block_type.size), np.float32)
-        self._dequantize(tensor, first, out)
-        return out.reshape(shape)
+        dtype, size, _ = BLOCKS[tensor.type]
+        row_shape = tensor.shape[1:]
+        row_values = math.prod(row_shape)
+        buffer, values = np.empty(0, np.uint8), np.empty((0, size), np.float32)
+        for start, end in row_ranges(tensor.shape, multiple):
+            num_blocks = (end - start) * row_values // size
+            if not buffer.size:  # the first range is the largest
+                buffer = np.empty(num_blocks * dtype.itemsize, np.uint8)
+                values = np.empty((num_blocks if size > 1 else 0, size), np.float32)
+            read = buffer[: num_blocks * dtype.itemsize]
+            blocks = self._blocks(tensor, start * row_values // size, read)
+            if size > 1:
+                _dequantize(tensor, blocks, values[:num_blocks])
+                blocks = values[:num_blocks]
+            yield blocks.reshape(end - start, *row_shape)
 
-    def forget_rows(self, name: str, start: int, end: int) -> None:
-        """Take the rows' pages off this process; they come back if they are read again."""
-        tensor = self.tensors[name]
-        first, num_blocks = _block_range(tensor, start, end)
-        if self._data is not None:
-            offset = tensor.offset + first * BLOCKS[tensor.type].dtype.itemsize
-            num_bytes = num_blocks * BLOCKS[tensor.type].dtype.itemsize
-            forget_pages(self._data, offset, offset + num_bytes)
+    def check_unchanged(self) -> None:
+        """Raise ModelLoadError if the file was written to since it was opened."""
+        self._file.check_unchanged()
 
     def close(self) -> None:
-        """Unmap the file, once nothing views it; `metadata` and `tensors` stay."""
-        data, self._data = self._data, None
-        if data is not None:
-            with contextlib.suppress(BufferError):  # viewed: it goes with the last array
-                data.close()
+        """Nothing can be read after; `metadata` and `tensors` stay."""
+        self._file.close()
 
-    def _dequantize(self, tensor: GGUFTensor, first_block: int, out: Floats) -> None:
-        with np.errstate(all="ignore"):  # an inf or NaN scale is the file's value, not our error
-            BLOCKS[tensor.type].dequantize(self._blocks(tensor, first_block, len(out)), out)
-
-    def _blocks(self, tensor: GGUFTensor, first: int, count: int) -> Blocks:
-        if self._data is None:
-            raise ValueError(f"{self.path} is closed")
+    def _blocks(self, tensor: GGUFTensor, first: int, buffer: Bytes) -> Blocks:
+        """As many blocks from `first` on as `buffer` holds, read into it."""
         dtype = BLOCKS[tensor.type].dtype
-        return np.frombuffer(self._data, dtype, count, tensor.offset + first * dtype.itemsize)
+        start = tensor.offset + first * dtype.itemsize
+        self._file.read_into(buffer, start, f"tensor {tensor.name!r}")
+        return buffer.view(dtype)
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", 32)
@@ -212,32 +203,33 @@ class GGUFFile:
         return alignment
 
 
-def _block_range(tensor: GGUFTensor, start: int, end: int) -> tuple[int, int]:
-    """(first, count) of the blocks that hold rows start .. end - 1."""
-    num_rows, *row_shape = tensor.shape
-    if not 0 <= start <= end <= num_rows or (not row_shape and end - start != num_rows):
-        raise ValueError(f"{tensor.name!r} of shape {list(tensor.shape)}: rows {start} to {end}")
-    row_values, size = math.prod(row_shape), BLOCKS[tensor.type].size
-    return start * row_values // size, (end - start) * row_values // size
+def _dequantize(tensor: GGUFTensor, blocks: Blocks, out: Floats) -> None:
+    with np.errstate(all="ignore"):  # an inf or NaN scale is the file's value, not our error
+        BLOCKS[tensor.type].dequantize(blocks, out)
 
 
 class _Cursor:
-    """A position in the file; every step forward checks that the bytes exist."""
+    """A position in the file; every step forward checks that the bytes exist, and reads them."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data = data
-        self.path = path
+    def __init__(self, file: CheckpointFile) -> None:
+        self.file = file
+        self.path = file.path
+        self.data = b""  # from the file's start on
         self.position = 0
 
     def advance(self, num_bytes: int, what: str) -> int:
         """Move on; returns where the bytes begin."""
-        start, size = self.position, len(self.data)
+        start, size = self.position, self.file.size
         if num_bytes > size - start:
             raise ModelLoadError(
                 f"{self.path}: truncated or broken: {what} needs {num_bytes} bytes at offset "
                 f"{start}, the file has {size}"
             )
         self.position = start + num_bytes
+        have = len(self.data)
+        if self.position > have:
+            more = max(self.position - have, have, HEADER_BYTES)  # doubled: each byte moves once
+            self.data += self.file.read(have, min(more, size - have), what)
         return start
 
     def integer(self, fmt: str, what: str) -> int:
@@ -253,7 +245,16 @@ class _Cursor:
             raise ModelLoadError(f"{self.path}: broken: {what} is not UTF-8 ({exc})") from exc
 
     def strings(self, what: str, count: int) -> list[str]:
-        """As `string`, `count` times, without the calls: a vocabulary has 100,000 and more."""
+        """As `string`, `count` times, almost without calls: a vocabulary has 100,000 and more."""
+        found: list[str] = []
+        while len(found) < count:
+            found += self._strings_in_memory(count - len(found))
+            if len(found) < count:
+                found.append(self.string(what))  # reads on, or says what is wrong
+        return found
+
+    def _strings_in_memory(self, count: int) -> list[str]:
+        """The first ones of `count`, as far as they were read and make sense."""
         data, position, size = self.data, self.position, len(self.data)
         length_at = struct.Struct("<Q").unpack_from
         found: list[str] = []
@@ -261,14 +262,14 @@ class _Cursor:
             start = position + 8
             end = start + length_at(data, position)[0] if start <= size else start
             if end > size:
-                break  # `string` says what is wrong
+                break
             try:
                 found.append(data[start:end].decode())
             except UnicodeDecodeError:
                 break
             position = end
         self.position = position
-        return found + [self.string(what) for _ in range(count - len(found))]
+        return found
 
     def value(self, value_type: int, what: str, depth: int = 0) -> Any:
         if value_type == STRING:
@@ -289,7 +290,7 @@ class _Cursor:
         fmt = SCALARS.get(item_type)
         if fmt is None:
             # An item takes a byte at least, so a count past the end is caught before the loop.
-            self.advance(0 if count <= len(self.data) else count, what)
+            self.advance(0 if count <= self.file.size else count, what)
             if item_type == STRING:
                 return self.strings(what, count)
             return [self.value(item_type, what, depth) for _ in range(count)]
@@ -297,16 +298,6 @@ class _Cursor:
         start = self.advance(count * size, what)
         items: list[Any] = np.frombuffer(self.data, f"<{fmt}", count, start).tolist()
         return [bool(item) for item in items] if item_type == BOOL else items
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise ModelLoadError(f"{path}: cannot be read: expected a regular file")
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as exc:  # ValueError: the file is empty
-        raise ModelLoadError(f"{path}: cannot be read: {exc}") from exc
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:
@@ -340,10 +331,10 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
     tensors: dict[str, GGUFTensor] = {}
     for tensor in found:
         start = data_start + tensor.offset
-        if start + tensor.num_bytes > len(cursor.data):
+        if start + tensor.num_bytes > cursor.file.size:
             raise ModelLoadError(
                 f"{cursor.path}: truncated or broken: tensor {tensor.name!r} needs bytes {start} "
-                f"to {start + tensor.num_bytes}, the file has {len(cursor.data)}"
+                f"to {start + tensor.num_bytes}, the file has {cursor.file.size}"
             )
         if tensor.name in tensors or tensor.offset % alignment:
             raise ModelLoadError(

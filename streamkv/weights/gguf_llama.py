@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..errors import ModelLoadError
 from .gguf import GGUFFile
 from .gguf_rope import FACTORS_TENSOR, rope_parameters
-from .mapped import ROW_MULTIPLE, row_ranges
+from .reading import ROW_MULTIPLE
 
 # config.json key -> metadata key after "llama."
 CONFIG_KEYS = {
@@ -69,17 +69,13 @@ class GGUFCheckpoint:
         self.config: Mapping[str, Any] = _config(self._file, self.shapes)
 
     def chunks(self, name: str) -> Iterator[NDArray[Any]]:
-        own = self._names[name]
         num_heads = self._num_reordered_heads(name)
         num_rows = self.shapes[name][0]
         whole_heads = num_rows // num_heads if num_heads else ROW_MULTIPLE
-        for start, end in row_ranges(self.shapes[name], whole_heads):
-            values = self._file.read_rows(own, start, end)
+        for values in self._file.chunks(self._names[name], whole_heads):
             if num_heads:
-                values = _restore_row_order(values, (end - start) // whole_heads)
+                values = _restore_row_order(values, len(values) // whole_heads)
             yield values
-            del values  # before its pages go
-            self._file.forget_rows(own, start, end)
 
     def _num_reordered_heads(self, name: str) -> int:
         """In how many heads the converter permuted rows; 0: in none."""
@@ -87,6 +83,9 @@ class GGUFCheckpoint:
             if projection in name:
                 return int(self.config[key])
         return 0
+
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
 
     def close(self) -> None:
         self._file.close()

@@ -44,7 +44,11 @@ class WeightSource(Protocol):
 
     def chunks(self, name: str) -> Iterator[NDArray[Any]]:
         """The tensor's rows from first to last, a few at a time: float32, float16, or bfloat16 as
-        its uint16 bits. Read a chunk before asking for the next; several threads may read."""
+        its uint16 bits. The next chunk may take the place of the one before; several threads may
+        read. ModelLoadError if the file has become too short."""
+
+    def check_unchanged(self) -> None:
+        """Raise ModelLoadError if a file was written to since it was opened."""
 
     def close(self) -> None:
         """Give the files back; nothing can be read after."""
@@ -94,6 +98,7 @@ def load_packed(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    source.check_unchanged()
     return {parameter.name: found[parameter.name] for parameter in parameters}
 
 
@@ -107,7 +112,7 @@ def _fill(cpu: ModuleType, source: WeightSource, parameter: Parameter, dtype: st
         for chunk in source.chunks(name):
             weight.pack(chunk, first_output)
             first_output += len(chunk)
-            del chunk  # it may be a view of the map
+            del chunk  # before the next one is read
     return weight
 
 

@@ -1,8 +1,8 @@
-"""A Hugging Face folder: config.json and safetensors files, single or sharded, memory-mapped.
+"""A Hugging Face folder: config.json and safetensors files, single or sharded.
 
 Owns where in the files a tensor lies (https://github.com/huggingface/safetensors#format: eight
 bytes of header length, a JSON header, the tensors without gaps). The library checks the header; the
-data is viewed here, since numpy has no bfloat16 that it could return. Knows nothing of models.
+data is read here: the library would map the file. Knows nothing of models.
 Invariant: a truncated or broken file is one ModelLoadError.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ModelLoadError
-from .mapped import forget_pages, row_ranges
+from .reading import CheckpointFile, check_regular, row_ranges
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,17 +44,12 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _check_regular(path)
-        try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as exc:  # ValueError: the file is empty
-            raise ModelLoadError(f"{path}: cannot be read: {exc}") from exc
-        self.tensors: dict[str, TensorInfo] = _read_header(path, self._data)
+        self._file = CheckpointFile(path)
+        self.tensors: dict[str, TensorInfo] = _read_header(self._file)
 
     def chunks(self, name: str) -> Iterator[NDArray[Any]]:
-        """A few rows at a time: float32, float16, or bfloat16 as its uint16 bits. Views of the
-        map wherever the file has aligned them."""
+        """A few rows at a time: float32, float16, or bfloat16 as its uint16 bits. Each chunk
+        is where the one before was."""
         info = self.tensors[name]
         dtype = DTYPES.get(info.dtype)
         if dtype is None:
@@ -62,12 +57,22 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name!r} has type {info.dtype}, which is not supported; "
                 f"supported: {', '.join(DTYPES)}"
             )
-        num_values = math.prod(info.shape)
-        values = np.frombuffer(self._data, dtype, num_values, info.start).reshape(info.shape)
-        row_bytes = values[:1].nbytes
+        row_shape = info.shape[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        buffer = np.empty(0, np.uint8)
         for start, end in row_ranges(info.shape):
-            yield np.require(values[start:end], requirements="A")
-            forget_pages(self._data, info.start + start * row_bytes, info.start + end * row_bytes)
+            num_bytes = (end - start) * row_bytes
+            if not buffer.size:  # the first range is the largest
+                buffer = np.empty(num_bytes, np.uint8)
+            read = buffer[:num_bytes]
+            self._file.read_into(read, info.start + start * row_bytes, f"tensor {name!r}")
+            yield read.view(dtype).reshape(end - start, *row_shape)
+
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class HuggingFaceFolder:
@@ -84,9 +89,13 @@ class HuggingFaceFolder:
     def chunks(self, name: str) -> Iterator[NDArray[Any]]:
         return self._files[name].chunks(name)
 
+    def check_unchanged(self) -> None:
+        for file in set(self._files.values()):
+            file.check_unchanged()
+
     def close(self) -> None:
-        """Forget the files; each map goes with the last array that views it."""
-        self._files = {}
+        for file in set(self._files.values()):
+            file.close()
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
@@ -121,14 +130,8 @@ def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
     return {name: shards[shard] for name, shard in weight_map.items()}
 
 
-def _check_regular(path: Path) -> None:
-    """Raise for what may never end when it is read, such as a pipe. A missing file is no matter."""
-    if path.exists() and not path.is_file():
-        raise ModelLoadError(f"{path}: cannot be read: expected a regular file")
-
-
 def _read_json(path: Path) -> dict[str, Any]:
-    _check_regular(path)
+    check_regular(path)
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as exc:
@@ -138,19 +141,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_header(path: Path, data: mmap.mmap) -> dict[str, TensorInfo]:
+def _read_header(file: CheckpointFile) -> dict[str, TensorInfo]:
     """Parsed and checked by the library: offsets lie in the file, one tensor after the other."""
+    path = file.path
     try:
         with safe_open(path, framework="numpy") as header:
             names = header.offset_keys()
             slices = [header.get_slice(name) for name in names]
+        read = path.stat()
     except (SafetensorError, OSError) as exc:
         # repr: the library's message may quote the file
         raise ModelLoadError(
             f"{path}: truncated or not a safetensors file: {str(exc)!r:.300}"
         ) from exc
+    if not os.path.samestat(read, file.opened):
+        raise file.changed()
+    file.check_unchanged()
     tensors = {}
-    start = 8 + struct.unpack_from("<Q", data)[0]
+    start = 8 + struct.unpack("<Q", file.read(0, 8, "the header"))[0]
     for name, info in zip(names, slices, strict=True):
         dtype, shape = info.get_dtype(), tuple(info.get_shape())
         tensors[name] = TensorInfo(dtype, shape, start)

@@ -43,16 +43,15 @@ def load_parameters(
             for chunk in source.chunks(name):
                 tensor[start : start + len(chunk)].copy_(_as_tensor(chunk))
                 start += len(chunk)
-                del chunk  # it may be a view of the map
+                del chunk  # before the next one is read
         weights[parameter.name] = tensor
         done += tensor.nbytes
         progress(done / total)
+    source.check_unchanged()
     return weights
 
 
 def _as_tensor(values: NDArray[Any]) -> Tensor:
-    if not values.flags.writeable:  # a view of a map; torch would warn
-        values = values.copy()
     if values.dtype == np.uint16:  # bfloat16 has no numpy type
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)

@@ -15,7 +15,7 @@ from streamkv._cpu import Runner as StepRunner
 from streamkv.engine import device_thread
 from streamkv.engine.device_thread import DeviceThread
 from streamkv.errors import EngineDeadError, ModelLoadError
-from streamkv.protocol import RunnerInfo, StepInput, StepOutput
+from streamkv.protocol import RunnerInfo, StepInput, StepOutput, decode_step, encode_output
 
 INFO = RunnerInfo(
     device="cpu",
@@ -82,6 +82,10 @@ LOOPS = pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.
 RUNNERS = pytest.mark.parametrize("make_runner", [EchoRunner, NativeEchoRunner])
 
 
+def ignore(error: EngineDeadError) -> None:
+    """Nobody to tell."""
+
+
 def step(step_id: int) -> StepInput:
     return StepInput(step_id, b"", (), b"", b"")
 
@@ -93,7 +97,10 @@ def test_steps_are_answered_in_order_with_one_wake_up_each_on_one_other_thread(m
     async def main() -> None:
         outputs: list[int] = []
         device = DeviceThread(
-            lambda progress: runner, lambda output: outputs.append(output.step_id), name="device"
+            lambda progress: runner,
+            lambda output: outputs.append(output.step_id),
+            ignore,
+            name="device",
         )
         assert await device.loaded == INFO
         assert str(device.progress) == "loading weights 25 %"
@@ -121,7 +128,7 @@ def test_more_steps_than_any_engine_sends_are_refused():
 
     async def main() -> None:
         outputs: list[StepOutput] = []
-        device = DeviceThread(lambda progress: runner, outputs.append, name="device")
+        device = DeviceThread(lambda progress: runner, outputs.append, ignore, name="device")
         with pytest.raises(RuntimeError, match="at most 16 steps without an answer"):
             for step_id in range(17):
                 device.submit(step(step_id))
@@ -139,7 +146,7 @@ def test_more_steps_than_any_engine_sends_are_refused():
 def test_every_event_loop_and_runner_will_do(loop_factory, make_runner):
     async def main() -> None:
         outputs: list[StepOutput] = []
-        device = DeviceThread(lambda progress: make_runner(), outputs.append, name="device")
+        device = DeviceThread(lambda progress: make_runner(), outputs.append, ignore, name="device")
         await device.loaded
         for step_id in range(20):
             device.submit(step(2 * step_id))
@@ -160,7 +167,7 @@ def test_an_exception_in_a_step_becomes_its_error_and_the_thread_goes_on():
 
     async def main() -> None:
         outputs: list[StepOutput] = []
-        device = DeviceThread(lambda progress: runner, outputs.append, name="device")
+        device = DeviceThread(lambda progress: runner, outputs.append, ignore, name="device")
         await device.loaded
         runner.crash = SystemExit("out of here")
         device.submit(step(0))
@@ -181,13 +188,13 @@ def test_a_runner_that_can_not_be_built_or_closed_is_no_reason_to_hang():
             progress("importing the runner", 0.0)
             raise ImportError("no torch")
 
-        device = DeviceThread(build, lambda output: None, name="device")
+        device = DeviceThread(build, lambda output: None, ignore, name="device")
         with pytest.raises(ModelLoadError, match="importing the runner: ImportError: no torch"):
             await device.loaded
         await device.close()
 
         runner = EchoRunner()
-        device = DeviceThread(lambda progress: runner, lambda output: None, name="device")
+        device = DeviceThread(lambda progress: runner, lambda output: None, ignore, name="device")
         await device.loaded
         runner.crash = OSError("can't close")
         await device.close()
@@ -202,7 +209,7 @@ def test_closing_while_loading_ends_the_load_at_its_next_sign_of_progress():
     runner.gate.clear()
 
     async def main() -> None:
-        device = DeviceThread(lambda progress: runner, lambda output: None, name="device")
+        device = DeviceThread(lambda progress: runner, lambda output: None, ignore, name="device")
         await until(runner.entered.is_set)
         closing = asyncio.create_task(device.close())
         await asyncio.sleep(0)
@@ -220,7 +227,7 @@ def test_closing_during_a_step_drops_it_and_those_behind_it():
 
     async def main() -> None:
         outputs: list[StepOutput] = []
-        device = DeviceThread(lambda progress: runner, outputs.append, name="device")
+        device = DeviceThread(lambda progress: runner, outputs.append, ignore, name="device")
         await device.loaded
         runner.entered.clear()
         runner.gate.clear()
@@ -243,7 +250,7 @@ def test_a_thread_whose_event_loop_is_gone_can_be_closed_from_another(loop_facto
     kept: list[DeviceThread] = []
 
     async def forget_to_close() -> None:
-        device = DeviceThread(lambda progress: runner, lambda output: None, name="device")
+        device = DeviceThread(lambda progress: runner, lambda output: None, ignore, name="device")
         await device.loaded
         device.submit(step(0))
         kept.append(device)
@@ -264,7 +271,7 @@ def test_a_thread_whose_event_loop_is_gone_ends_by_itself(monkeypatch, loop_fact
     threads: list[threading.Thread] = []
 
     async def forget_to_close() -> weakref.ref[DeviceThread]:
-        device = DeviceThread(lambda progress: runner, lambda output: None, name="device")
+        device = DeviceThread(lambda progress: runner, lambda output: None, ignore, name="device")
         await device.loaded
         threads.extend(one for one in threading.enumerate() if one.name == "device")
         return weakref.ref(device)
@@ -274,3 +281,89 @@ def test_a_thread_whose_event_loop_is_gone_ends_by_itself(monkeypatch, loop_fact
     assert not threads[0].is_alive()
     assert runner.closed
     assert forgotten() is None
+
+
+class MortalRunner(EchoRunner):
+    """Answers one step, then ends as it was told to."""
+
+    def __init__(self, end: BaseException | None) -> None:
+        super().__init__()
+        self.end = end
+
+    def serve(self, channel: Channel, idle_timeout_s: float) -> bool:
+        while (message := channel.receive(20)) is None:
+            pass
+        channel.reply(encode_output(StepOutput(decode_step(message).step_id, b"")))
+        if self.end is not None:
+            raise self.end
+        return True
+
+
+@LOOPS
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (MemoryError("no more"), "MemoryError: no more"),
+        (SystemExit("out of here"), "SystemExit: out of here"),
+        (None, "has stopped serving"),
+    ],
+)
+def test_a_thread_that_ends_unasked_says_why_after_its_last_answer(loop_factory, end, reason):
+    runner = MortalRunner(end)
+
+    async def main() -> None:
+        events: list[StepOutput | EngineDeadError] = []
+        device = DeviceThread(lambda progress: runner, events.append, events.append, name="device")
+        await device.loaded
+        device.submit(step(0))
+        device.submit(step(1))
+        await until(lambda: len(events) == 2)
+        assert events[0] == StepOutput(0, b"")
+        assert isinstance(events[1], EngineDeadError)
+        assert reason in str(events[1])
+        await until(lambda: runner.closed)
+        device.submit(step(2))  # nothing happens any more
+        await device.close()
+        assert len(events) == 2
+
+    run(main, loop_factory=loop_factory)
+
+
+@pytest.mark.parametrize("broken", ["output", "reader"])
+def test_an_answer_that_can_not_be_taken_is_the_end(broken):
+    class BrokenRunner(EchoRunner):
+        def serve(self, channel: Channel, idle_timeout_s: float) -> bool:
+            if channel.receive(idle_timeout_s) is not None:
+                channel.reply(b"nonsense")
+            return channel.closed
+
+    def read_output(output: StepOutput) -> None:
+        raise LookupError("nonsense")
+
+    runner = BrokenRunner() if broken == "output" else EchoRunner()
+
+    async def main() -> None:
+        errors: list[EngineDeadError] = []
+        device = DeviceThread(lambda progress: runner, read_output, errors.append, name="device")
+        await device.loaded
+        device.submit(step(0))
+        await until(lambda: len(errors) == 1)
+        assert "taking the outputs failed" in str(errors[0])
+        await until(lambda: runner.closed)
+        await device.close()
+        assert len(errors) == 1
+
+    run(main)
+
+
+def test_closing_does_not_wait_for_ever_whatever_closing_the_runner_raises():
+    runner = EchoRunner()
+
+    async def main() -> None:
+        device = DeviceThread(lambda progress: runner, lambda output: None, ignore, name="device")
+        await device.loaded
+        runner.crash = SystemExit("in close")
+        await device.close()
+        assert runner.closed
+
+    run(main)

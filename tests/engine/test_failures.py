@@ -21,6 +21,7 @@ from engine.support import (
     until_idle,
 )
 
+from streamkv._cpu import Channel
 from streamkv.engine.async_engine import AsyncEngine, EngineStatus
 from streamkv.errors import (
     EngineDeadError,
@@ -289,5 +290,58 @@ def test_a_missing_checkpoint_is_a_load_error():
         with pytest.raises(ModelLoadError, match="does not exist"):
             async with AsyncEngine("no-such-model"):
                 pass
+
+    run(main)
+
+
+@pytest.mark.parametrize("end", [MemoryError("no more"), KeyboardInterrupt("no more"), None])
+def test_an_engine_whose_device_thread_ends_unasked_fails_and_nobody_hangs(end):
+    reason = "no more" if end is not None else "has stopped serving"
+    runner = make_runner()
+
+    def serve(channel: Channel, idle_timeout_s: float) -> bool:
+        if channel.receive(idle_timeout_s) is None:
+            return channel.closed
+        if end is not None:
+            raise end
+        return True
+
+    runner.serve = serve
+
+    async def main() -> None:
+        async with make_engine(runner, max_num_seqs=1) as engine:
+            streams = [engine.generate(PROMPT, SamplingParams(n=2)) for _ in range(3)]
+            outcomes = await asyncio.gather(
+                *(stream.collect() for stream in streams), return_exceptions=True
+            )
+            for outcome in outcomes:
+                assert isinstance(outcome, EngineDeadError)
+                assert reason in str(outcome)
+            assert engine.status is EngineStatus.FAILED
+            assert reason in engine.status_detail
+            with pytest.raises(EngineDeadError, match=reason):
+                await engine.generate(PROMPT).collect()
+            with pytest.raises(EngineDeadError, match=reason):
+                await engine.wait_ready()
+            assert engine.stats().request_success_total["error"] == 6
+            await until(lambda: runner.closed)
+        assert engine.status is EngineStatus.CLOSED
+
+    run(main)
+
+
+def test_an_engine_whose_device_thread_ends_before_it_is_ready_fails():
+    runner = make_runner()
+    runner.serve = lambda channel, idle_timeout_s: True
+
+    async def main() -> None:
+        engine = make_engine(runner)
+        await engine.start()
+        await until(lambda: engine.status is EngineStatus.FAILED)
+        with pytest.raises(EngineDeadError, match="has stopped serving"):
+            await engine.wait_ready()
+        with pytest.raises(EngineDeadError, match="has stopped serving"):
+            await engine.generate(PROMPT).collect()
+        await engine.close()
 
     run(main)

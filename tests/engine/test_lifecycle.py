@@ -28,6 +28,7 @@ from engine.support import (
 )
 
 from streamkv.engine.async_engine import AsyncEngine, EngineStatus
+from streamkv.engine.stream import TokenStream
 from streamkv.errors import EngineDeadError
 from streamkv.protocol import FinishReason, SamplingParams
 
@@ -255,25 +256,121 @@ def test_one_line_at_ready_and_one_per_request_at_debug(caplog):
     assert "mine ended: 3 prompt tokens" in request.getMessage()
 
 
-def test_a_program_that_forgets_to_close_its_engine_still_ends():
-    program = (
-        "import asyncio\n"
-        "from engine.support import greedy, make_engine, make_runner\n"
-        "async def main():\n"
-        "    engine = make_engine(make_runner())\n"
-        "    await engine.start()\n"
-        "    await engine.wait_ready()\n"
-        "    await engine.generate([1], greedy(max_tokens=3)).collect()\n"
-        "asyncio.run(main())\n"
-        "print('ended')\n"
-    )
+def run_program(program: str) -> None:
+    """Run it to its end; it prints "ended" as the last thing it does."""
     tests = Path(__file__).parents[1]
     paths = os.pathsep.join([str(tests), str(tests.parent)])
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", PROGRAM + program],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+
+
+# An engine that was used, and is not closed.
+PROGRAM = """\
+import asyncio, threading, time
+from engine.support import greedy, make_engine, make_runner
+from streamkv.engine import device_thread
+engine = None
+async def begin():
+    global engine
+    engine = make_engine(make_runner())
+    await engine.wait_ready()
+    await engine.generate([1], greedy(max_tokens=3)).collect()
+"""
+
+
+def test_a_program_that_forgets_to_close_its_engine_still_ends():
+    run_program("asyncio.run(begin())\nprint('ended')\n")
+
+
+def test_a_program_that_forgets_its_loop_in_a_daemon_thread_still_ends():
+    run_program("""
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+asyncio.run_coroutine_threadsafe(begin(), loop).result(20)
+print('ended')
+""")
+
+
+def test_an_engine_serves_on_in_a_thread_that_outlives_the_main_script():
+    """Whatever the idle check sees meanwhile; and once it is closed the process ends."""
+    run_program("""
+device_thread._EXIT_CHECK_S = 0.05
+is_abandoned = device_thread.DeviceThread._is_abandoned
+def check(device):
+    if not threading.main_thread().is_alive():
+        verdicts.append(is_abandoned(device))
+        return verdicts[-1]
+    return is_abandoned(device)
+verdicts = []
+device_thread.DeviceThread._is_abandoned = check
+async def use():
+    while len(verdicts) < 5:  # looked at with the main thread gone, and let live
+        await asyncio.sleep(0.01)
+    assert not any(verdicts)
+    (completion,) = await engine.generate([1], greedy(max_tokens=3)).collect()
+    assert len(completion.token_ids) == 3
+    await engine.close()
+    print('ended')
+async def main():
+    await begin()
+    await asyncio.wait_for(use(), 20)
+threading.Thread(target=lambda: asyncio.run(main())).start()
+""")
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_stream_can_be_left_after_its_event_loop_was_closed(async_scheduling):
+    gate = threading.Semaphore(0)
+    engine = make_engine(make_runner(gate=gate), async_scheduling=async_scheduling)
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> list[TokenStream]:
+        await engine.wait_ready()
+        streams = [engine.generate([i, 1], greedy(max_tokens=50)) for i in range(3)]
+        for stream in streams:
+            await stream.__aenter__()
+        return streams
+
+    first, second, third = loop.run_until_complete(begin())
+    waiting = [loop.create_task(anext(second)), loop.create_task(engine.wait_draining())]
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()  # with tasks that wait
+    first.cancel()
+    second.cancel()
+    gate.release(10)
+
+    async def end() -> None:
+        await third.__aexit__(None, None, None)
+        await engine.abort(third.request_id)
+        await engine.close()
+
+    run(end)
+    assert engine.status is EngineStatus.CLOSED
+    assert engine_threads() == []
+    for task in waiting:  # or it would say that it was left behind
+        task._log_destroy_pending = False
+    assert all(stream.finish_s is not None for stream in (first, second, third))
+
+
+def test_waiting_for_an_engine_that_nobody_has_started_starts_it():
+    async def main() -> None:
+        engine = make_engine(make_runner())
+        await asyncio.gather(engine.wait_ready(), engine.wait_ready())
+        assert engine.status is EngineStatus.READY
+        assert len(engine_threads()) == 1
+        await engine.start()  # asked for once: the same engine
+        with pytest.raises(RuntimeError, match="started once"):
+            await engine.start()
+        (completion,) = await engine.generate(PROMPT, greedy(max_tokens=3)).collect()
+        assert len(completion.token_ids) == 3
+        assert len(engine_threads()) == 1
+        await engine.close()
+        assert engine_threads() == []
+
+    run(main)

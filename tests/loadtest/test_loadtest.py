@@ -14,6 +14,7 @@ from server.harness import VOCAB_SIZE, Server, serve
 from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import serve as serve_websocket
 
+from loadtest.__main__ import build_parser
 from loadtest.loops import closed_loop, open_loop
 from loadtest.stream import RequestFailed, Stream, percentile, summarize
 from loadtest.workload import Workload
@@ -43,10 +44,10 @@ def test_a_closed_loop_asks_for_as_many_tokens_as_the_server_counts(api):
         # 2 rounds of 5 requests for each of two loads, and one to warm up
         assert stats.generation_tokens_total == 6 * (2 * 2 * 5 + 1)
         assert stats.request_success_total["length"] == 2 * 2 * 5 + 1
-    assert set(got["medians"]) == {"1 streams", "4 streams"}
+    assert set(got["medians"]) == {"1 stream", "4 streams"}
     for by in got["rounds"].values():
         for one in by[url]:
-            assert one["tokens_per_s"] == pytest.approx(6 * one["requests_per_s"])
+            assert one["tokens_per_s"] == pytest.approx(6 * one["requests_per_s"], rel=1e-4)
             assert 0 < one["ttft_p50_ms"] <= one["ttft_p99_ms"]
             if api == "completions":
                 assert one["prompt_tokens"] == 40
@@ -64,7 +65,7 @@ def test_a_shared_prefix_is_found_in_the_cache_of_the_server(api):
     options = ["--shared-len", "32", "--concurrency", "1", "--connections", "1"]
     with serve() as server:
         got = document("--url", server.url, "--api", api, *SMALL, *options)
-    assert got["medians"]["1 streams"][server.url]["cached_tokens"] >= 32
+    assert got["medians"]["1 stream"][server.url]["cached_tokens"] >= 32
 
 
 def test_two_servers_are_loaded_with_the_same_prompts_in_turns():
@@ -75,7 +76,7 @@ def test_two_servers_are_loaded_with_the_same_prompts_in_turns():
     medians = got["medians"]["2 streams"]
     assert set(medians) == {first.url, second.url}
     ratio = medians[first.url]["tokens_per_s"] / medians[second.url]["tokens_per_s"]
-    assert got["ratios"]["2 streams"]["tokens_per_s"] == pytest.approx(ratio)
+    assert got["ratios"]["2 streams"]["tokens_per_s"] == pytest.approx(ratio, rel=1e-4)
 
 
 @pytest.mark.parametrize("api", ["completions", "responses-ws"])
@@ -89,7 +90,65 @@ def test_a_request_that_fails_ends_the_run_with_its_reason(api):
 def test_a_server_that_is_not_there_is_one_line():
     done = run_loadtest("--url", "http://127.0.0.1:9")
     assert done.returncode == 1
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("loadtest: http://127.0.0.1:9: can't connect") and "start a" in line
+
+
+def test_of_two_servers_the_one_that_fails_is_named(server: Server):
+    done = run_loadtest("--url", server.url, "--compare", "http://127.0.0.1:9", *SMALL)
+    assert done.returncode == 1 and done.stderr.startswith("loadtest: http://127.0.0.1:9: ")
+
+
+@pytest.mark.parametrize("api", ["completions", "responses-ws"])
+@pytest.mark.parametrize(("answer", "reason"), [(b"", "ended early"), (b"SSH-2.0\r\n\r\n", "")])
+def test_what_is_no_server_of_ours_is_one_line(api, answer, reason):
+    async def main() -> str:
+        async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_server(reply, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
+            done = await asyncio.to_thread(run_loadtest, "--url", url, "--api", api, *SMALL)
+            assert done.returncode == 1 and url in done.stderr
+            return done.stderr
+
+    (line,) = asyncio.run(main()).strip().splitlines()
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--concurrency", "0", "expected a whole number >= 1, got '0'"),
+        ("--rounds", "0", "expected a whole number >= 1, got '0'"),
+        ("--requests", "-1", "expected a whole number >= 1, got '-1'"),
+        ("--input-len", "0", "expected a whole number >= 1, got '0'"),
+        ("--output-len", "x", "expected a whole number >= 1, got 'x'"),
+        ("--warmup", "-1", "expected a whole number >= 0, got '-1'"),
+        ("--rate", "0", "expected a number > 0, got '0'"),
+        ("--rate", "-1", "expected a number > 0, got '-1'"),
+        ("--rate", "inf", "expected a number > 0, got 'inf'"),
+        ("--transformers", "/nope", "folder not found: /nope"),
+        ("--url", "foo", "not a URL of a server: 'foo'"),
+        ("--compare", "http://a:99999", "not a URL of a server: 'http://a:99999'"),
+        ("--url", "https://a", "not a URL of a server: 'https://a'"),
+        ("--url", "http://a/v1", "not a URL of a server: 'http://a/v1'"),
+    ],
+)
+def test_wrong_options_say_what_was_expected(option, value, expected, capsys):
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args([option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: {expected}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_document_says_what_was_asked_for_with_its_types(server: Server):
+    got = document("--url", server.url, *SMALL, "--concurrency", "1", "2")["config"]
+    assert got["concurrency"] == [1, 2] and got["input_len"] == 40 and got["rounds"] == 2
+    assert got["rate"] is None and got["seed"] == "" and "api_key" not in got
 
 
 def test_one_socket_carries_many_responses_at_once(server: Server):

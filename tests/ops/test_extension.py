@@ -8,14 +8,16 @@ import pytest
 
 from streamkv import _cpu
 from streamkv.errors import ConfigError
+from streamkv.ops import extension
 from streamkv.ops.extension import load_extension
 
 
 @pytest.fixture(autouse=True)
-def default_isa_afterwards(monkeypatch: pytest.MonkeyPatch):
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch):
+    before = load_extension().isa()
+    monkeypatch.setattr(extension, "_chosen", None)
     yield
-    monkeypatch.undo()
-    load_extension()
+    _cpu.set_isa(before)
 
 
 def test_the_best_instruction_set_is_chosen_unless_the_environment_names_one(
@@ -25,11 +27,28 @@ def test_the_best_instruction_set_is_chosen_unless_the_environment_names_one(
     best, *others = _cpu.available_isas()
     assert load_extension().isa() == best
     for isa in others:
+        monkeypatch.setattr(extension, "_chosen", None)
         monkeypatch.setenv("STREAMKV_CPU_ISA", isa)
         assert load_extension() is _cpu
         assert _cpu.isa() == isa
-    monkeypatch.delenv("STREAMKV_CPU_ISA", raising=False)
-    assert load_extension().isa() == best
+
+
+def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (_cpu.available_isas() * 2)[1:3]
+    monkeypatch.setenv("STREAMKV_CPU_ISA", first)
+    assert load_extension().isa() == first
+    assert load_extension().isa() == first
+    if second != first:
+        monkeypatch.setenv("STREAMKV_CPU_ISA", second)
+        expected = f"STREAMKV_CPU_ISA: expected '{first}', .*, got '{second}'; .* once per process"
+        with pytest.raises(ConfigError, match=expected):
+            load_extension()
+    monkeypatch.setenv("STREAMKV_CPU_ISA", "sse9")
+    with pytest.raises(ConfigError, match="expected an instruction set .*, got 'sse9'"):
+        load_extension()
+    assert _cpu.isa() == first
+    monkeypatch.delenv("STREAMKV_CPU_ISA")
+    assert load_extension().isa() == first, "no name is no wish"
 
 
 def test_an_unknown_instruction_set_is_an_error_that_lists_the_known_ones(

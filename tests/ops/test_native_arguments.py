@@ -29,6 +29,10 @@ def weight(num_outputs: int, depth: int, *, is_paired: bool = False) -> _cpu.Pac
     return _cpu.PackedWeight("float32", num_outputs, depth, is_paired)
 
 
+def cache() -> _cpu.KvCache:
+    return _cpu.KvCache("float32", 4, 1, NUM_KV_HEADS, 8, HEAD_DIM)
+
+
 def rotary(**changes: Any) -> tuple[Any, ...]:
     arguments = {"qkv": x(1, W), "positions": int32([0]), "cos_sin": x(8, HEAD_DIM)}
     arguments |= {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
@@ -97,6 +101,19 @@ BAD_CALLS: list[tuple[str, Callable[[], tuple[Any, ...]], str]] = [
     ("rotary", lambda: rotary(cos_sin=x(8, 8)), r"qkv: expected float32 \[any, 64\]"),
     ("rotary", lambda: rotary(cos_sin=x(8, 7)), r"cos_sin: expected an even number .* got 7"),
     ("rotary", lambda: rotary(num_heads=0), r"num_heads: expected at least 1 .* got 0 and 2"),
+    ("rotary", lambda: rotary(num_heads=2**58), rf"num_heads: .* got {2**58} and 2"),
+    ("rotary", lambda: rotary(num_kv_heads=2**60), rf"num_heads: .* got 4 and {2**60}"),
+    (
+        "rotary",
+        lambda: rotary(qkv=x(0, W), positions=int32([]), cos_sin=x(0, 2**40)),
+        rf"cos_sin: .* up to .* got {2**40}",
+    ),
+    # 64 bytes a head: 2**58 of them are none in 64 bits.
+    (
+        "store_kv",
+        lambda: (x(1, W), cache(), int32([0]), 0, NUM_HEADS + 2**58),
+        rf"num_heads: .* up to .* got {NUM_HEADS + 2**58}",
+    ),
 ]
 
 
@@ -108,3 +125,24 @@ def test_a_bad_argument_is_an_error_that_names_it(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{op}: {message}"):
         getattr(ops, op)(_cpu.Team(1), *arguments())
+
+
+RUNNER = {"num_rows": 4, "max_model_len": 16, "vocab_size": 64, "max_tokens": 16}
+
+
+@pytest.mark.parametrize("size", RUNNER)
+@pytest.mark.parametrize("value", [0, -1, 2**31, 2**61])
+def test_sizes_of_a_runner_are_bounded(size: str, value: int) -> None:
+    sizes = RUNNER | {size: value}
+    with pytest.raises(ValueError, match=rf"{size}: expected .*, got {value}|less than 2\^31"):
+        _cpu.Runner(None, _cpu.Team(1), cache(), 0, **sizes)
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 4097, 2**31, 2**62])
+def test_the_size_of_a_team_is_bounded(num_threads: int) -> None:
+    with pytest.raises(ValueError, match=f"num_threads expected 1 to 4096, got {num_threads}"):
+        _cpu.Team(num_threads)
+
+
+def test_waiting_for_no_number_of_seconds_is_not_waiting() -> None:
+    assert _cpu.Channel().receive(float("nan")) is None

@@ -85,17 +85,23 @@ def test_a_weight_says_what_it_is(isa: str, dtype: str) -> None:
     ("arguments", "message"),
     [
         (("float16", 8, 8), "dtype: expected 'float32' or 'bfloat16', got 'float16'"),
-        (("float32", 0, 8), "num_outputs: expected a positive number, got 0"),
+        (("float32", 0, 8), "num_outputs: expected a positive number up to .*, got 0"),
+        (("float32", 2**31, 8), f"num_outputs: expected .* up to .*, got {2**31}"),
+        (("float32", 2**60, 16), f"num_outputs: expected .* up to .*, got {2**60}"),
         (("float32", 7, 8, True), "num_outputs: expected a positive even .* paired .* got 7"),
-        (("float32", 8, 7), "depth: expected a positive even number, got 7"),
-        (("float32", 8, 0), "depth: expected a positive even number, got 0"),
+        (("bfloat16", 2**31, 8, True), f"num_outputs: expected .* paired .* got {2**31}"),
+        (("float32", 8, 7), "depth: expected a positive even number up to .*, got 7"),
+        (("float32", 8, 0), "depth: expected a positive even number up to .*, got 0"),
+        (("float32", 16, 2**60), f"depth: expected .* up to .*, got {2**60}"),
+        (("float32", 2**31 - 1, 2**31 - 2), "num_outputs: expected at most .* of depth 2147483646"),
+        (("bfloat16", 2**30, 2**30, True), "num_outputs: expected at most .* of depth 1073741824"),
     ],
     ids=str,
 )
 def test_a_weight_that_can_not_be_is_an_error(
     arguments: tuple[str, int, int], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^PackedWeight: {message}$"):
+    with pytest.raises(ValueError, match=f"^PackedWeight: {message}"):
         _cpu.PackedWeight(*arguments)
 
 
@@ -108,12 +114,20 @@ def test_a_weight_that_can_not_be_is_an_error(
         (np.zeros((4, 8), np.float32).T, 0, r"source: .* strided"),
         (np.zeros((8, 4), np.float32), 1, r"first_output: .* 8 outputs, got 8 from 1"),
         (np.zeros((1, 4), np.float32), -1, r"first_output: .* 8 outputs, got 1 from -1"),
+        (np.zeros((1, 4), np.float32), 2**63 - 1, r"first_output: .* 8 outputs, got 1 from 9"),
     ],
 )
 def test_rows_that_do_not_fit_are_an_error(source: Array, first: int, message: str) -> None:
     weight = _cpu.PackedWeight("float32", 8, 4)
-    with pytest.raises(ValueError, match=f"^PackedWeight.pack: {message}$"):
+    with pytest.raises(ValueError, match=f"^PackedWeight.pack: {message}"):
         weight.pack(source, first)
+
+
+@pytest.mark.parametrize(("first", "count"), [(2**63 - 1, 1), (1, 2**63 - 1), (-1, 1), (0, -1)])
+def test_rows_outside_a_weight_are_not_unpacked(first: int, count: int) -> None:
+    weight = _cpu.PackedWeight("float32", 8, 4)
+    with pytest.raises(ValueError, match=f"8 outputs, got {count} from {first}$"):
+        weight.unpack(first, count)
 
 
 def test_baseline_is_always_there_and_the_best_comes_first() -> None:

@@ -231,7 +231,7 @@ def test_what_lies_outside_the_cache_is_refused(team: _cpu.Team) -> None:
         _cpu.ops.store_kv(team, qkv, context.cache, int32([0]), 2, 9)
     with pytest.raises(ValueError, match=r"store_kv: qkv: expected float32 \[1, 1152\]"):
         _cpu.ops.store_kv(team, qkv, context.cache, int32([0]), LAYER, 12)
-    with pytest.raises(ValueError, match=r"num_heads: expected a multiple of 3 KV heads, got 10"):
+    with pytest.raises(ValueError, match=r"num_heads: .* multiple of 3 KV heads .*, got 10"):
         _cpu.ops.store_kv(team, qkv, context.cache, int32([0]), LAYER, 10)
     context.block_tables[0][1] = 99
     with pytest.raises(ValueError, match=r"paged_attention: block_tables: .*, got 99 for row 0"):

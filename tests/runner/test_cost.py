@@ -110,7 +110,7 @@ def test_the_table_has_a_line_for_each_kind_of_op_and_their_sum():
 
 def test_the_table_is_there_for_steps_without_logits_and_tokens_spread_unevenly():
     spec = spec_of()
-    assert "7 tokens in 1 rows" in describe(spec, num_tokens=7, num_logit_rows=0, context=3)
+    assert "7 tokens in 1 row with" in describe(spec, num_tokens=7, num_logit_rows=0, context=3)
     lines = describe(spec, num_tokens=7, num_logit_rows=3, context=50).splitlines()
     step = StepShape.of_rows([(2, 50), (2, 50), (3, 50)], 3)
     attention = [op for op in spec.ops if isinstance(op, PagedAttention)]

@@ -22,7 +22,8 @@ from runner.support import (
 from tiny import save_tiny_checkpoint
 
 from streamkv import _cpu
-from streamkv.errors import ModelLoadError
+from streamkv.errors import ConfigError, ModelLoadError
+from streamkv.ops.extension import load_extension
 from streamkv.protocol import Ask, decode_output, encode_step, unpack_ints
 from streamkv.runner.cpu_runner import EagerCpuRunner
 
@@ -90,7 +91,7 @@ print(before, status("VmRSS"), status("VmHWM"), info.weight_bytes)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loading_takes_the_weights_memory_and_a_little_more(default_checkpoint, dtype):
-    """Neither the file, mapped, nor a whole tensor as float32 is held besides what is packed."""
+    """Neither the file nor a whole tensor as float32 is held besides what is packed."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(default_checkpoint.path), dtype],
         capture_output=True,
@@ -104,9 +105,17 @@ def test_loading_takes_the_weights_memory_and_a_little_more(default_checkpoint, 
     assert peak - before - weight_bytes < 64 << 20  # the file is 94 MiB, the embedding 108
 
 
+@pytest.fixture
+def instruction_set():
+    """Sets it for what is loaded from now on."""
+    before = load_extension().isa()
+    yield _cpu.set_isa
+    _cpu.set_isa(before)
+
+
 @pytest.mark.parametrize("isa", _cpu.available_isas())
-def test_every_instruction_set_gives_transformers_tokens(folder, oracle, monkeypatch, isa):
-    monkeypatch.setenv("STREAMKV_CPU_ISA", isa)
+def test_every_instruction_set_gives_transformers_tokens(folder, oracle, instruction_set, isa):
+    instruction_set(isa)
     expected = [greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts()]
     for config in ({}, {"enforce_eager": True}):
         runner, info = load_runner(folder, ops="native", threads=2, **config)
@@ -119,6 +128,52 @@ def test_kernels_that_cannot_serve_the_model_say_so_at_load(tmp_path, config):
     narrow = save_tiny_checkpoint(tmp_path, head_dim=6)
     with pytest.raises(ModelLoadError, match="head_dim.* got 6; try --ops reference"):
         load_runner(narrow, ops="native", **config)
+
+
+def no_more(error):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+THREADS = RuntimeError("Team: can't start new thread, 7 of 8: Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize(
+    "error", [THREADS, MemoryError("std::bad_alloc")], ids=["threads", "memory"]
+)
+@pytest.mark.parametrize("config", [{}, {"enforce_eager": True}])
+def test_no_room_for_the_threads_names_their_flag(folder, monkeypatch, config, error):
+    monkeypatch.setattr(_cpu, "Team", no_more(error))
+    with pytest.raises(ConfigError, match=r"8 threads can't be started .*--threads \(8\)"):
+        load_runner(folder, ops="native", threads=8, **config)
+
+
+def test_no_room_for_the_threads_that_load_names_their_flag(folder, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", no_more(RuntimeError("can't start new thread")))
+    with pytest.raises(ConfigError, match=r"8 threads can't be started .*--threads \(8\)"):
+        load_runner(folder, ops="native", threads=8)
+
+
+@pytest.mark.parametrize("config", [{}, {"enforce_eager": True}])
+def test_no_room_for_the_largest_step_names_its_flags(folder, monkeypatch, config):
+    monkeypatch.setattr(_cpu, "Runner", no_more(MemoryError("std::bad_alloc")))
+    expected = r"largest step \(up to .*iB\).*--max-num-batched-tokens \(700\), .*seqs \(16\)"
+    with pytest.raises(ConfigError, match=expected):
+        load_runner(folder, ops="native", max_num_batched_tokens=700, max_num_seqs=16, **config)
+
+
+def test_a_second_engine_can_not_change_the_instruction_set(folder, monkeypatch):
+    first, info = load_runner(folder, ops="native", enforce_eager=True)
+    tokens = tokens_of(run_requests(first, info, greedy_requests()))
+    chosen, *others = sorted(_cpu.available_isas(), key=lambda isa: isa != _cpu.isa())
+    if not others:
+        pytest.skip("there is but one")
+    monkeypatch.setenv("STREAMKV_CPU_ISA", others[0])
+    with pytest.raises(ConfigError, match=f"expected '{chosen}', .* got '{others[0]}'"):
+        load_runner(folder, ops="native")
+    assert tokens_of(run_requests(first, info, greedy_requests())) == tokens
 
 
 def test_a_step_larger_than_any_that_was_planned_is_an_error_and_the_next_one_works(folder, oracle):

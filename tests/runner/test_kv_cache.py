@@ -68,15 +68,23 @@ def test_an_override_wins_over_memory_and_there_is_always_a_block():
         plan(num_blocks_override=7, max_model_len=113)
 
 
-@pytest.mark.parametrize("num_blocks", [2**31 // 16, 10**20])
-def test_more_blocks_than_kernels_can_number_are_refused(num_blocks):
-    with pytest.raises(ConfigError, match="num_gpu_blocks_override: expected at most 134217727"):
+@pytest.mark.parametrize("num_blocks", [2**20 + 1, 2**26, 10**20])
+def test_more_blocks_than_the_books_can_hold_are_refused(num_blocks):
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override: expected at most 1048576"):
         plan(num_blocks_override=num_blocks)
+    assert plan(num_blocks_override=2**20).num_blocks == 2**20
 
 
-def test_a_plan_never_has_more_slots_than_kernels_can_number():
+def test_a_context_with_more_blocks_than_the_books_can_hold_is_refused():
+    sizes = {"kv_bytes_per_token": 1, "block_size": 1, "free_bytes": 1 << 50}
+    with pytest.raises(ConfigError, match="2000000 KV blocks .* raise --block-size"):
+        plan(max_model_len=2_000_000, max_position_embeddings=2**24, **sizes)
+
+
+def test_a_plan_never_has_more_blocks_than_the_books_can_hold():
     sizes = {"kv_bytes_per_token": 1, "max_num_seqs": 4096, "max_position_embeddings": 2**24}
-    assert plan(free_bytes=1 << 50, **sizes).num_blocks == (2**31 - 1) // 16
+    assert plan(free_bytes=1 << 50, **sizes).num_blocks == 2**20
+    assert plan(free_bytes=1 << 50, block_size=1, **sizes).num_blocks == 2**20
 
 
 def test_a_context_without_room_for_an_answer_is_refused():

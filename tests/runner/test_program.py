@@ -334,7 +334,11 @@ WRONG: dict[str, tuple[Callable[[Parts], object], str]] = {
     ),
     "heads": (
         lambda p: p.program.add_store_kv(p.qkv, 0, 3),
-        "store_kv: num_heads: expected a multiple of the 2 KV heads, got 3",
+        "store_kv: num_heads: expected a multiple of the 2 KV heads up to 1048576, got 3",
+    ),
+    "very many heads": (  # 64 bytes each: so many more are none in 64 bits
+        lambda p: p.program.add_store_kv(p.qkv, 0, HEADS + 2**58),
+        "store_kv: num_heads: expected a multiple of the 2 KV heads up to",
     ),
     "layer": (lambda p: p.program.add_store_kv(p.qkv, 2, HEADS), "layer: expected 0 to 1, got 2"),
     "qkv": (lambda p: p.program.add_store_kv(p.x, 0, HEADS), "store_kv: qkv: expected 512 bytes"),
@@ -389,6 +393,36 @@ def test_buffers_are_added_before_the_arena_is_taken():
     parts.program.reserve(1, 1)
     with pytest.raises(ValueError, match="all buffers before reserve"):
         parts.program.add_buffer("tokens", 4, 0)
+
+
+def test_buffers_are_added_before_rows_are_reserved_even_if_there_are_none_yet():
+    """Such a buffer would have rows and no memory."""
+    program = _cpu.Program(Model("float32").cache())
+    program.reserve(8, 8)
+    with pytest.raises(ValueError, match="all buffers before reserve"):
+        program.add_buffer("tokens", 4, 0)
+
+
+LIMITS = {"num_rows": 4, "max_model_len": POSITIONS, "vocab_size": VOCAB, "max_tokens": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": POSITIONS + 1}, "max_model_len: expected at most the program's 64 pos"),
+        ({"vocab_size": VOCAB + 1}, "vocab_size: expected at most the program's 50 tokens, got 51"),
+        ({"vocab_size": VOCAB - 1}, "vocab_size: expected the logits' 50, got 49"),
+    ],
+)
+def test_a_runner_has_its_programs_sizes(changes: dict[str, int], message: str):
+    model = Model("float32")
+    cache, other = model.cache(), model.cache()
+    program, logits = model.program(cache)
+    _cpu.Runner(program, _cpu.Team(1), cache, logits, **LIMITS)
+    with pytest.raises(ValueError, match=f"Runner: {message}"):
+        _cpu.Runner(program, _cpu.Team(1), cache, logits, **(LIMITS | changes))
+    with pytest.raises(ValueError, match="Runner: cache: expected the program's"):
+        _cpu.Runner(program, _cpu.Team(1), other, logits, **LIMITS)
 
 
 def changed(**changes: Any) -> _cpu.Batch:

@@ -19,6 +19,7 @@ from drive import build_scheduler, load_runner, request, run_requests
 from tiny import save_tiny_checkpoint
 
 from streamkv import _cpu
+from streamkv.ops.extension import load_extension
 from streamkv.protocol import Request, RowAdded, StepInput, StepOutput
 
 VOCAB_SIZE = 339
@@ -190,9 +191,11 @@ def check(folder: Path, dtype: str, expected: Answers, seed: int) -> Seen:
 
 
 @pytest.fixture
-def instruction_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def instruction_set() -> Iterator[Any]:
     """Sets it for what is loaded from now on."""
-    yield lambda isa: monkeypatch.setenv("STREAMKV_CPU_ISA", isa)
+    before = load_extension().isa()
+    yield _cpu.set_isa
+    _cpu.set_isa(before)
 
 
 @pytest.mark.timeout(300)

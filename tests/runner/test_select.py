@@ -32,7 +32,6 @@ def build(**config) -> object:
         ({"ops": "native"}, CpuRunner),
         ({"device": "cpu", "enforce_eager": True}, EagerCpuRunner),
         ({"device": "cpu", "ops": "reference"}, TorchRunner),
-        ({"device": "cpu", "ops": "reference", "enforce_eager": True}, TorchRunner),
     ],
 )
 def test_the_configuration_names_the_runner(config, expected):
@@ -69,6 +68,16 @@ def test_native_kernels_on_a_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="use --ops reference on a GPU"):
         build(device="cuda", ops="native")
+
+
+def test_single_native_operations_are_refused_where_torch_would_run(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="--enforce-eager is for the native kernels"):
+        build(device="cpu", ops="reference", enforce_eager=True)
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(select, "CUDA_DEVICE_FILES", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="--enforce-eager is for the native kernels"):
+        build(enforce_eager=True)
 
 
 def test_without_torch_a_gpu_is_left_alone_and_what_needs_torch_is_refused(

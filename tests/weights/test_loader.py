@@ -20,7 +20,7 @@ from streamkv.errors import ModelLoadError
 from streamkv.models import ModelConfig, build_model
 from streamkv.models.rope import LinearScaling, NoScaling, PairScaling
 from streamkv.ops.extension import load_extension
-from streamkv.weights import mapped
+from streamkv.weights import reading
 from streamkv.weights.hub import Checkpoint
 from streamkv.weights.loader import load_packed, open_checkpoint, packed_bytes
 from streamkv.weights.torch_loader import load_parameters, weight_bytes
@@ -127,9 +127,12 @@ class Watched:
             del chunk
             assert self.given[-1]() is None, name
 
+    def check_unchanged(self):
+        self.source.check_unchanged()
+
 
 def test_a_few_rows_at_a_time_are_in_memory_besides_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped, "CHUNK_VALUES", 64 * 32)
+    monkeypatch.setattr(reading, "CHUNK_VALUES", 64 * 32)
     folder = save_tiny_checkpoint(tmp_path)
     source = Watched(open_checkpoint(Checkpoint(folder, "huggingface")))
     parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
@@ -145,8 +148,8 @@ def test_tensors_read_in_chunks_are_those_read_at_once(tmp_path, monkeypatch, ki
     folder = save_tiny_checkpoint(tmp_path, head_dim=12, attention_bias=True)
     path = save_gguf(folder, tmp_path / "model.gguf") if kind == "gguf" else folder
     expected = load(path)
-    monkeypatch.setattr(mapped, "CHUNK_VALUES", 1)
-    monkeypatch.setattr(mapped.row_ranges, "__defaults__", (5,))
+    monkeypatch.setattr(reading, "CHUNK_VALUES", 1)
+    monkeypatch.setattr(reading.row_ranges, "__defaults__", (5,))
     assert_equal(load(path), expected)
     assert_equal(expected, load(folder))
 
@@ -201,7 +204,7 @@ def test_packed_weights_hold_the_tensors_rounded_once(tmp_path, dtype, stored):
 def test_packed_weights_of_a_gguf_file_are_those_of_the_folder(tmp_path, monkeypatch):
     folder = save_tiny_checkpoint(tmp_path, attention_bias=True)
     path = save_gguf(folder, tmp_path / "model.gguf")
-    monkeypatch.setattr(mapped, "CHUNK_VALUES", 1000)
+    monkeypatch.setattr(reading, "CHUNK_VALUES", 1000)
     assert_equal(unpacked(path, "float32", 2), load(folder))
 
 
@@ -218,6 +221,111 @@ def test_packing_stops_when_nobody_waits_for_it(tmp_path):
         load_packed(
             load_extension(), source, parameters, dtype="float32", num_threads=2, progress=stop
         )
+
+
+def spoiled(tmp_path: Path, kind: str, spoil) -> list[str]:
+    """Load a checkpoint that is spoiled once the first of its tensors is there, packed by a thread
+    and as torch tensors: the errors."""
+    folder = save_tiny_checkpoint(tmp_path, vocab_size=5000)
+    weights = folder / "model.safetensors"
+    path = weights.parent
+    if kind == "gguf":
+        path = weights = save_gguf(folder, tmp_path / "model.gguf")
+    messages = []
+    for packs in (True, False):
+        whole, stat = weights.read_bytes(), weights.stat()
+        source = open_checkpoint(Checkpoint(path, kind))
+        parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
+
+        def progress(fraction):
+            spoil(weights)
+
+        with pytest.raises(ModelLoadError) as caught:
+            if packs:
+                load_packed(
+                    load_extension(),
+                    source,
+                    parameters,
+                    dtype="float32",
+                    num_threads=1,
+                    progress=progress,
+                )
+            else:
+                load_parameters(
+                    source, parameters, dtype=torch.float32, device=CPU, progress=progress
+                )
+        source.close()
+        weights.write_bytes(whole)
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert str(weights) in caught.value.message and "\n" not in caught.value.message
+        messages.append(caught.value.message)
+    return messages
+
+
+KINDS = ("huggingface", "gguf")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_cut_while_it_loads_is_an_error_and_not_a_signal(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(reading, "CHUNK_VALUES", 64 * 32)
+    packed, tensors = spoiled(tmp_path, kind, lambda path: os.truncate(path, 4096))
+    assert "truncated while it was read: tensor" in tensors
+    assert "while it was read" in packed  # truncated, or changed if the thread was faster
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_cut_off_between_two_of_its_chunks_is_named(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(reading, "CHUNK_VALUES", 64 * 32)
+    path = save_tiny_checkpoint(tmp_path)
+    if kind == "gguf":
+        path = save_gguf(path, tmp_path / "model.gguf")
+    source = open_checkpoint(Checkpoint(path, kind))
+    chunks = source.chunks("model.embed_tokens.weight")
+    assert len(next(chunks)) == 64
+    weights = path if kind == "gguf" else path / "model.safetensors"
+    os.truncate(weights, 1000)
+    with pytest.raises(ModelLoadError) as caught:
+        next(chunks)
+    own = "token_embd.weight" if kind == "gguf" else "model.embed_tokens.weight"
+    assert f"{weights}: truncated while it was read: tensor {own!r}" in caught.value.message
+    assert "get it again" in caught.value.message and "\n" not in caught.value.message
+    source.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_written_to_while_it_loads_is_an_error(tmp_path, kind):
+    def overwrite(path: Path) -> None:
+        with path.open("r+b") as file:  # in place: at no time is it shorter
+            file.seek(-64, os.SEEK_END)
+            file.write(bytes(64))
+        os.utime(path, ns=(0, 10**18))
+
+    for message in spoiled(tmp_path, kind, overwrite):
+        assert "changed while it was read" in message
+
+    def append(path: Path) -> None:
+        with path.open("ab") as file:
+            file.write(bytes(64))
+
+    for message in spoiled(tmp_path, kind, append):
+        assert "changed while it was read" in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_file_put_in_its_place_does_not_matter(tmp_path, kind):
+    path = save_tiny_checkpoint(tmp_path)
+    expected = load(path)
+    if kind == "gguf":
+        path = save_gguf(path, tmp_path / "model.gguf")
+    source = open_checkpoint(Checkpoint(path, kind))
+    (tmp_path / "other").write_bytes(b"another")
+    os.replace(tmp_path / "other", path if kind == "gguf" else path / "model.safetensors")
+    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
+    found = load_parameters(
+        source, parameters, dtype=torch.float32, device=CPU, progress=lambda fraction: None
+    )
+    source.close()
+    assert_equal(found, expected)
 
 
 def test_tensors_that_the_file_has_not_aligned_are_read(tmp_path):

@@ -22,6 +22,7 @@ namespace streamkv {
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // float16: sources only
 
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeads = int64_t{1} << 20;  // so that no row's size overflows
 constexpr int64_t kPartition = 64;  // tokens of context whose softmax is computed on its own
 constexpr int64_t kScratchBytes = 1 << 20;  // each thread's, 64-byte aligned, contents undefined
 

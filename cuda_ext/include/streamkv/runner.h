@@ -1,7 +1,8 @@
 // Runner: takes a step as bytes, runs the program, samples, gives the output back as bytes.
 //
 // Owns the rows and nothing else. Used by one thread. No step throws: what goes wrong is `error` in
-// its output, and the rows are then as the next step expects them.
+// its output, and the rows are then as the next step expects them. An output that says so when
+// there is no memory left is kept ready; only if it can't be made again does std::bad_alloc leave.
 #pragma once
 
 #include <stdint.h>
@@ -50,6 +51,8 @@ class Runner {
   const RunnerLimits& limits() const { return limits_; }
 
  private:
+  std::string try_step(std::string_view message);
+  std::string out_of_memory(std::string_view message);
   void sample_rows(const float* logits);
   void sample_row_at(int64_t index, const float* logits);
   std::string finish();
@@ -66,6 +69,8 @@ class Runner {
   StepOutput output_;
   bool is_batched_ = false;  // its rows expect a token each
   std::atomic<bool> sampling_failed_{false};
+
+  std::string spare_output_;  // "out of memory"; empty once used, until the next step
 };
 
 }  // namespace streamkv

@@ -83,5 +83,6 @@ StepInput parse_step(std::string_view message);
 int64_t step_id_of(std::string_view message);
 
 std::string write_output(const StepOutput& output);
+constexpr int64_t kOutputStepIdAt = 8;  // where its step_id stands
 
 }  // namespace streamkv

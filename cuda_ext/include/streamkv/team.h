@@ -20,10 +20,14 @@ struct Phase {
   const void* args;
 };
 
+constexpr int64_t kMaxThreads = 4096;  // of a team
+
 class Team {
  public:
-  explicit Team(int num_threads);  // >= 1, the caller included; the others start here
-  ~Team();                         // ends and joins them
+  // The caller included; the others start here. std::invalid_argument beyond 1 to kMaxThreads,
+  // std::runtime_error if the system grants no more threads.
+  explicit Team(int64_t num_threads);
+  ~Team();  // ends and joins them
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 

@@ -6,6 +6,8 @@
 #include <nanobind/ndarray.h>
 
 #include <initializer_list>
+#include <limits>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -122,6 +124,8 @@ struct Output {
 
 template <class T>
 Output make_output_of(int64_t rows, int64_t columns) {
+  constexpr int64_t kMaxElements = std::numeric_limits<int64_t>::max() / sizeof(T);
+  if (columns > 0 && rows > kMaxElements / columns) throw std::bad_alloc();
   T* data = new T[rows * columns];
   nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
   const size_t shape[2] = {static_cast<size_t>(rows), static_cast<size_t>(columns)};

@@ -109,8 +109,10 @@ KvLayer layer_of(const char* op, const KvCache& cache, int64_t layer) {
 
 const float* check_qkv(const char* op, const Array& qkv, const KvCache& cache, int64_t num_heads,
                        int64_t num_tokens) {
-  if (num_heads < 1 || num_heads % cache.num_kv_heads != 0)
-    refuse(op, "num_heads", "a multiple of " + std::to_string(cache.num_kv_heads) + " KV heads",
+  if (num_heads < 1 || num_heads > kMaxHeads || num_heads % cache.num_kv_heads != 0)
+    refuse(op, "num_heads",
+           "a multiple of " + std::to_string(cache.num_kv_heads) + " KV heads up to " +
+               std::to_string(kMaxHeads),
            std::to_string(num_heads));
   const int64_t width = (num_heads + 2 * cache.num_kv_heads) * cache.head_dim;
   return elements<float>(op, "qkv", qkv, {num_tokens, width});

@@ -20,8 +20,8 @@ inline nanobind::bytes to_bytes(std::string_view message) {
 
 inline std::chrono::nanoseconds to_nanoseconds(double seconds) {
   constexpr double kLongest = 1e6;  // so that a deadline can't overflow
-  return std::chrono::nanoseconds(
-      static_cast<int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e9));
+  const double waited = seconds > 0.0 ? std::min(seconds, kLongest) : 0.0;  // NaN: not at all
+  return std::chrono::nanoseconds(static_cast<int64_t>(waited * 1e9));
 }
 
 }  // namespace streamkv

@@ -15,6 +15,8 @@ namespace {
 
 using OptionalArray = std::optional<Array>;
 
+constexpr int64_t kMaxColumns = int64_t{1} << 31;
+
 int64_t num_rows(const Array& array) {
   return array.ndim() == 0 ? 0 : static_cast<int64_t>(array.shape(0));
 }
@@ -102,10 +104,12 @@ nb::object rotary(Team& team, const Array& qkv, const Array& positions, const Ar
   RotaryArgs args;
   args.cos_sin = elements<float>(kOp, "cos_sin", cos_sin, {kAny, kAny});
   args.head_dim = num_columns(cos_sin);
-  if (args.head_dim % 2 != 0)
-    refuse(kOp, "cos_sin", "an even number of columns", std::to_string(args.head_dim));
-  if (num_heads < 1 || num_kv_heads < 1)
-    refuse(kOp, "num_heads", "at least 1 head and 1 KV head",
+  if (args.head_dim % 2 != 0 || args.head_dim > kMaxColumns)
+    refuse(kOp, "cos_sin", "an even number of columns up to 2**31",
+           std::to_string(args.head_dim));
+  if (num_heads < 1 || num_kv_heads < 1 || num_heads > kMaxHeads || num_kv_heads > kMaxHeads)
+    refuse(kOp, "num_heads",
+           "at least 1 head and 1 KV head, and at most " + std::to_string(kMaxHeads) + " of each",
            std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
   args.num_rotated = num_heads + num_kv_heads;
   args.num_copied = num_kv_heads;

@@ -95,7 +95,8 @@ double read(Team& team, int64_t num_bytes, int64_t chunk_bytes, int64_t repeats,
     const Reading reading{static_cast<const char*>(memory.data()), chunk_bytes, repeats,
                           ahead_bytes};
     const Phase phase{num_bytes / chunk_bytes, &Reading::run, &reading};
-    const auto run_bytes = static_cast<double>(phase.num_items * chunk_bytes * repeats);
+    const auto run_bytes =
+        static_cast<double>(phase.num_items * chunk_bytes) * static_cast<double>(repeats);
     best = std::max(best, rate(team, phase, seconds / std::size(kAheadBytes)) * run_bytes);
   }
   return best;

@@ -17,8 +17,31 @@ namespace {
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+void check(bool is_right, const char* argument, const std::string& expected, int64_t got) {
+  if (!is_right)
+    throw std::invalid_argument(std::string("Runner: ") + argument + ": expected " + expected +
+                                ", got " + std::to_string(got));
+}
+
+// A step is run without looking at its numbers again: what the rows let through must be in the
+// program's tables, and in its logits.
+void check_fits(const Program& program, const KvCache& cache, BufferId logits_buffer,
+                int64_t max_model_len, int64_t vocab_size) {
+  if (&program.cache() != &cache)
+    throw std::invalid_argument("Runner: cache: expected the program's, got another");
+  check(max_model_len <= program.max_positions(), "max_model_len",
+        "at most the program's " + std::to_string(program.max_positions()) + " positions",
+        max_model_len);
+  check(vocab_size <= program.vocab_size(), "vocab_size",
+        "at most the program's " + std::to_string(program.vocab_size()) + " tokens", vocab_size);
+  const int64_t width = program.row_bytes(logits_buffer) / static_cast<int64_t>(sizeof(float));
+  check(vocab_size == width, "vocab_size", "the logits' " + std::to_string(width), vocab_size);
+}
+
 void init(Runner* self, Program* program, Team& team, KvCache& cache, BufferId logits_buffer,
           int64_t num_rows, int64_t max_model_len, int64_t vocab_size, int64_t max_tokens) {
+  if (program != nullptr)
+    check_fits(*program, cache, logits_buffer, max_model_len, vocab_size);
   new (self) Runner(program, team, cache, logits_buffer,
                     {num_rows, max_model_len, vocab_size, max_tokens});
 }

@@ -10,7 +10,7 @@ namespace streamkv {
 void bind_team(nb::module_& m) {
   nb::class_<Team>(m, "Team",
                    "Threads that compute together, the calling one included. One caller at a time.")
-      .def(nb::init<int>(), nb::arg("num_threads"))
+      .def(nb::init<int64_t>(), nb::arg("num_threads"))
       .def_prop_ro("num_threads", &Team::num_threads);
 }
 

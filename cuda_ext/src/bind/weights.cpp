@@ -15,19 +15,29 @@ namespace streamkv {
 namespace {
 
 constexpr int64_t kPackItemRows = 256;
+constexpr int64_t kMaxLength = (int64_t{1} << 31) - 1;
+constexpr int64_t kMaxBytes = int64_t{1} << 46;  // no process can have more: nothing overflows
 
 OwnedWeight make_weight(const std::string& dtype, int64_t num_outputs, int64_t depth,
                         bool is_paired) {
   OwnedWeight weight;
   weight.view = {nullptr, parse_dtype("PackedWeight", "dtype", dtype), num_outputs, depth,
                  is_paired};
-  if (num_outputs < 1 || (is_paired && num_outputs % 2 != 0))
+  if (num_outputs < 1 || num_outputs > kMaxLength || (is_paired && num_outputs % 2 != 0))
     refuse("PackedWeight", "num_outputs",
-           is_paired ? "a positive even number for a paired weight" : "a positive number",
+           is_paired ? "a positive even number up to 2**31 - 1 for a paired weight"
+                     : "a positive number up to 2**31 - 1",
            std::to_string(num_outputs));
-  if (depth < 2 || depth % 2 != 0)
-    refuse("PackedWeight", "depth", "a positive even number", std::to_string(depth));
+  if (depth < 2 || depth > kMaxLength || depth % 2 != 0)
+    refuse("PackedWeight", "depth", "a positive even number up to 2**31 - 1",
+           std::to_string(depth));
   weight.table = &kernels();
+  // As float32, the last panels filled up.
+  const int64_t max_outputs = kMaxBytes / (depth * 4) - 2 * weight.table->panel;
+  if (num_outputs > max_outputs)
+    refuse("PackedWeight", "num_outputs",
+           "at most " + std::to_string(max_outputs) + " of depth " + std::to_string(depth),
+           std::to_string(num_outputs));
   weight.memory = Memory(weight.table->packed_bytes(weight.view), true);
   weight.view.data = weight.memory.data();
   return weight;
@@ -35,9 +45,11 @@ OwnedWeight make_weight(const std::string& dtype, int64_t num_outputs, int64_t d
 
 void check_range(const char* method, const OwnedWeight& weight, int64_t first_output,
                  int64_t num_rows) {
-  if (first_output < 0 || num_rows < 0 || first_output + num_rows > weight.view.num_outputs)
+  const int64_t num_outputs = weight.view.num_outputs;
+  if (first_output < 0 || num_rows < 0 || num_rows > num_outputs ||
+      first_output > num_outputs - num_rows)
     refuse(method, "first_output",
-           "rows inside the " + std::to_string(weight.view.num_outputs) + " outputs",
+           "rows inside the " + std::to_string(num_outputs) + " outputs",
            std::to_string(num_rows) + " from " + std::to_string(first_output));
 }
 

@@ -75,13 +75,15 @@ void Channel::submit(std::string_view message) {
   if (num_in_flight_ == kMaxMessages)
     throw std::runtime_error("expected at most " + std::to_string(kMaxMessages) +
                              " steps without an answer; take the results first");
+  std::string step(message);  // may throw, and nothing has happened then
   ++num_in_flight_;
-  steps_.push(std::string(message));
+  steps_.push(std::move(step));
   if (is_asleep_.load()) wake();
 }
 
 std::vector<std::string> Channel::take() {
   std::vector<std::string> results;
+  results.reserve(kMaxMessages);  // may throw, and nothing is lost then
   // In this order: what comes after the bell was silenced and before `has_rung_` is cleared has
   // not rung, and is taken here.
   bell_.silence();

@@ -39,9 +39,9 @@ struct Program::Impl {
   }
 
   int64_t check_num_heads(const char* op, int64_t num_heads) const {
-    if (num_heads < 1 || num_heads % cache.num_kv_heads != 0)
+    if (num_heads < 1 || num_heads > kMaxHeads || num_heads % cache.num_kv_heads != 0)
       refuse(op, "num_heads", "a multiple of the " + std::to_string(cache.num_kv_heads) +
-             " KV heads", std::to_string(num_heads));
+             " KV heads up to " + std::to_string(kMaxHeads), std::to_string(num_heads));
     return num_heads;
   }
 

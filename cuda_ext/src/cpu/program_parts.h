@@ -49,7 +49,7 @@ class Arena {
     if (place < 0 || place > kMaxBytes || place % kAlignment != 0)
       refuse("add_buffer", "place", "a multiple of 64 up to 2**31", std::to_string(place));
     Region& region = region_of(extent);
-    if (region.memory.data() != nullptr)
+    if (region.max_rows > 0)
       refuse("add_buffer", "extent", "all buffers before reserve", "one after it");
     region.bytes_per_row = std::max(region.bytes_per_row, place + row_bytes);
     buffers_.push_back({extent, row_bytes, place});

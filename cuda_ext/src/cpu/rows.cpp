@@ -12,21 +12,22 @@ using std::to_string;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t at_least_one(const char* what, int64_t value) {
-  if (value < 1)
-    throw std::invalid_argument(std::string("Rows: ") + what + ": expected at least 1, got " +
-                                to_string(value));
-  return value;
+constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+
+void check_count(const char* what, int64_t value, int64_t limit = kLimit) {
+  if (value < 1 || value > limit)
+    throw std::invalid_argument(std::string("Rows: ") + what + ": expected 1 to " +
+                                to_string(limit) + ", got " + to_string(value));
 }
 
 RowsShape checked(const RowsShape& shape) {
-  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
-  at_least_one("num_rows", shape.num_rows);
-  at_least_one("max_model_len", shape.max_model_len);
-  at_least_one("block_size", shape.block_size);
-  at_least_one("num_blocks", shape.num_blocks);
-  at_least_one("vocab_size", shape.vocab_size);
-  at_least_one("max_tokens", shape.max_tokens);
+  constexpr int64_t kMaxRows = int64_t{1} << 20;  // with the longest contexts nothing overflows
+  check_count("num_rows", shape.num_rows, kMaxRows);
+  check_count("max_model_len", shape.max_model_len);
+  check_count("block_size", shape.block_size);
+  check_count("num_blocks", shape.num_blocks);
+  check_count("vocab_size", shape.vocab_size);
+  check_count("max_tokens", shape.max_tokens);
   if (shape.num_blocks > kLimit / shape.block_size || shape.max_model_len >= kLimit)
     throw std::invalid_argument("Rows: " + to_string(shape.num_blocks) + " blocks of " +
                                 to_string(shape.block_size) + " tokens and a context of " +

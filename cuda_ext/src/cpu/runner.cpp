@@ -1,8 +1,11 @@
 #include "streamkv/runner.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 #include "streamkv/sampler.h"
 
@@ -14,6 +17,13 @@ RowsShape rows_shape(const KvCache& cache, const RunnerLimits& limits) {
           cache.num_blocks, limits.vocab_size,    limits.max_tokens};
 }
 
+// To be used when there is no memory for another; the step's id is filled in then.
+std::string make_spare_output() {
+  StepOutput output;
+  output.error = "out of memory";
+  return write_output(output);
+}
+
 }  // namespace
 
 Runner::Runner(Program* program, Team& team, KvCache& cache, BufferId logits,
@@ -23,7 +33,8 @@ Runner::Runner(Program* program, Team& team, KvCache& cache, BufferId logits,
       cache_(cache),
       logits_(logits),
       limits_(limits),
-      rows_(rows_shape(cache, limits)) {
+      rows_(rows_shape(cache, limits)),
+      spare_output_(make_spare_output()) {
   if (program_ != nullptr)
     program_->reserve(limits_.max_tokens, std::min(limits_.max_tokens, limits_.num_rows));
 }
@@ -39,6 +50,16 @@ bool Runner::serve(Channel& channel, std::chrono::nanoseconds idle_timeout) {
 
 std::string Runner::step(std::string_view message) {
   try {
+    if (spare_output_.empty()) spare_output_ = make_spare_output();
+    return try_step(message);
+  } catch (const std::bad_alloc&) {
+    return out_of_memory(message);
+  }
+}
+
+// std::bad_alloc if there is not even memory to say so.
+std::string Runner::try_step(std::string_view message) {
+  try {
     const BatchArrays* batch = prepare(message);
     if (batch == nullptr) return sample(nullptr, 0);
     if (program_ == nullptr) throw std::invalid_argument("this runner has no program");
@@ -51,6 +72,15 @@ std::string Runner::step(std::string_view message) {
   } catch (const std::exception& error) {
     return fail(error.what());
   }
+}
+
+std::string Runner::out_of_memory(std::string_view message) {
+  is_batched_ = false;  // `fail` came as far as giving the rows their tokens: that needs no memory
+  std::string output = spare_output_.empty() ? make_spare_output() : std::move(spare_output_);
+  spare_output_.clear();
+  const int64_t step_id = step_id_of(message);
+  memcpy(output.data() + kOutputStepIdAt, &step_id, sizeof(step_id));
+  return output;
 }
 
 // --- the two halves -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -46,7 +47,7 @@ struct alignas(64) Thread {
 
 class Team::Impl {
  public:
-  explicit Impl(int num_threads);
+  explicit Impl(int64_t num_threads);
   ~Impl();
 
   int num_threads() const { return static_cast<int>(threads_.size()); }
@@ -93,7 +94,7 @@ class Team::Impl {
   std::vector<std::thread> workers_;
 };
 
-Team::Impl::Impl(int num_threads) : threads_(num_threads) {
+Team::Impl::Impl(int64_t num_threads) : threads_(num_threads) {
   try {
     start_workers();
   } catch (...) {
@@ -107,7 +108,12 @@ Team::Impl::~Impl() { end_workers(); }
 void Team::Impl::start_workers() {
   const SignalsBlocked for_them;
   for (size_t i = 1; i < threads_.size(); ++i)
-    workers_.emplace_back([this, i] { serve(threads_[i]); });
+    try {
+      workers_.emplace_back([this, i] { serve(threads_[i]); });
+    } catch (const std::system_error& error) {
+      throw std::runtime_error("Team: can't start new thread, " + std::to_string(i + 1) + " of " +
+                               std::to_string(threads_.size()) + ": " + error.what());
+    }
 }
 
 void Team::Impl::end_workers() {
@@ -265,10 +271,10 @@ void Team::Impl::wake_one() {
     if (wake(thread)) return;
 }
 
-Team::Team(int num_threads) {
-  if (num_threads < 1)
-    throw std::invalid_argument("Team: num_threads expected at least 1, got " +
-                                std::to_string(num_threads));
+Team::Team(int64_t num_threads) {
+  if (num_threads < 1 || num_threads > kMaxThreads)
+    throw std::invalid_argument("Team: num_threads expected 1 to " + std::to_string(kMaxThreads) +
+                                ", got " + std::to_string(num_threads));
   impl_ = std::make_unique<Impl>(num_threads);
 }
 

@@ -1,4 +1,5 @@
-// Vectors of the instruction set this file is compiled for: the one place with intrinsics.
+// Vectors of the instruction set this file is compiled for: the place for intrinsics. (Besides,
+// sampling.h has two helpers of its own that need them, and peaks.h measures one instruction.)
 //
 // Included by kernels.cpp alone. Everything is in an anonymous namespace and nothing is a static
 // vector, so no code compiled here can end up in a function that runs on an older CPU. Multiply-add
