@@ -75,12 +75,13 @@ def random_weights(
     source = np.random.default_rng(0)
     numbers = (0.02 * source.standard_normal(1 << 20)).astype(np.float32)
     weights: dict[str, Any] = {}
+    arena = cpu.WeightArena()
     for parameter in parameters:
         if len(parameter.shape) == 1:
             weights[parameter.name] = np.ones(parameter.shape, np.float32)
             continue
         outputs, depth = parameter.shape
-        packed = cpu.PackedWeight(dtype, outputs, depth, parameter.is_paired)
+        packed = cpu.PackedWeight(dtype, outputs, depth, parameter.is_paired, arena)
         step = max(1, numbers.size // depth)
         for first in range(0, outputs, step):
             count = min(step, outputs - first)

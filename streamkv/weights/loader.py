@@ -87,8 +87,9 @@ def load_packed(
     found: PackedWeights = {}
     # The largest first, so that no thread is left with one at the end.
     by_size = sorted(parameters, key=lambda parameter: -math.prod(parameter.shape))
+    arena = cpu.WeightArena()
     with ThreadPoolExecutor(num_threads, "loading") as pool:
-        futures = {pool.submit(_fill, cpu, source, one, dtype): one for one in by_size}
+        futures = {pool.submit(_fill, cpu, arena, source, one, dtype): one for one in by_size}
         try:
             for future in as_completed(futures):
                 parameter = futures[future]
@@ -102,11 +103,13 @@ def load_packed(
     return {parameter.name: found[parameter.name] for parameter in parameters}
 
 
-def _fill(cpu: ModuleType, source: WeightSource, parameter: Parameter, dtype: str) -> Any:
+def _fill(
+    cpu: ModuleType, arena: Any, source: WeightSource, parameter: Parameter, dtype: str
+) -> Any:
     if len(parameter.shape) == 1:
         values = [_widened(chunk) for name, _ in parameter.parts for chunk in source.chunks(name)]
         return np.concatenate(values)
-    weight = cpu.PackedWeight(dtype, *parameter.shape, is_paired=parameter.is_paired)
+    weight = cpu.PackedWeight(dtype, *parameter.shape, parameter.is_paired, arena)
     first_output = 0
     for name, _ in parameter.parts:
         for chunk in source.chunks(name):

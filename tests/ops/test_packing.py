@@ -152,3 +152,16 @@ def test_a_weight_belongs_to_the_instruction_set_that_packed_it() -> None:
                 _cpu.ops.linear(_cpu.Team(1), x, weight)
     finally:
         _cpu.set_isa(best)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_an_arena_share_memory_and_nothing_else(dtype):
+    arena = _cpu.WeightArena()
+    shapes = [(8 + 3 * index, 2 + 2 * (index % 5)) for index in range(40)] + [(70_000, 600)]
+    sources = [np.full(shape, index + 1, np.float32) for index, shape in enumerate(shapes)]
+    weights = [_cpu.PackedWeight(dtype, *shape, False, arena) for shape in shapes]
+    del arena  # the weights keep what they lie in
+    for weight, source in zip(weights, sources, strict=True):
+        weight.pack(source, 0)
+    for weight, source in zip(weights, sources, strict=True):
+        np.testing.assert_array_equal(weight.unpack(0, len(source)), source)

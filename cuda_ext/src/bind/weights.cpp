@@ -18,8 +18,10 @@ constexpr int64_t kPackItemRows = 256;
 constexpr int64_t kMaxLength = (int64_t{1} << 31) - 1;
 constexpr int64_t kMaxBytes = int64_t{1} << 46;  // no process can have more: nothing overflows
 
+constexpr int64_t kArenaBytes = 64 << 20;
+
 OwnedWeight make_weight(const std::string& dtype, int64_t num_outputs, int64_t depth,
-                        bool is_paired) {
+                        bool is_paired, WeightArena* arena) {
   OwnedWeight weight;
   weight.view = {nullptr, parse_dtype("PackedWeight", "dtype", dtype), num_outputs, depth,
                  is_paired};
@@ -38,8 +40,11 @@ OwnedWeight make_weight(const std::string& dtype, int64_t num_outputs, int64_t d
     refuse("PackedWeight", "num_outputs",
            "at most " + std::to_string(max_outputs) + " of depth " + std::to_string(depth),
            std::to_string(num_outputs));
-  weight.memory = Memory(weight.table->packed_bytes(weight.view), true);
-  weight.view.data = weight.memory.data();
+  const int64_t num_bytes = weight.num_bytes();
+  const WeightArena::Piece piece = arena == nullptr ? WeightArena::alone(num_bytes)
+                                                    : arena->take(num_bytes);
+  weight.memory = piece.memory;
+  weight.view.data = piece.data;
   return weight;
 }
 
@@ -114,20 +119,40 @@ std::vector<std::string> available_isas() {
 
 }  // namespace
 
+WeightArena::Piece WeightArena::alone(int64_t num_bytes) {
+  auto memory = std::make_shared<Memory>(num_bytes, true);
+  return {memory, memory->data()};
+}
+
+WeightArena::Piece WeightArena::take(int64_t num_bytes) {
+  if (num_bytes > kArenaBytes / 2) return alone(num_bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (memory_ == nullptr || num_taken_ + num_bytes > kArenaBytes) {
+    memory_ = std::make_shared<Memory>(kArenaBytes, true);
+    num_taken_ = 0;
+  }
+  void* const data = static_cast<char*>(memory_->data()) + num_taken_;
+  num_taken_ += (num_bytes + 63) / 64 * 64;
+  return {memory_, data};
+}
+
 void bind_weights(nb::module_& m) {
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("available_isas", &available_isas, "Instruction sets this CPU runs, best first.");
   m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, nb::arg("name"),
         "Chooses the kernels, for weights and caches made from now on.");
 
+  nb::class_<WeightArena>(m, "WeightArena", "Where the weights of a model lie side by side.")
+      .def(nb::init<>());
   nb::class_<OwnedWeight>(m, "PackedWeight", "A matrix [num_outputs, depth] as products read it.")
       .def("__init__",
            [](OwnedWeight* self, const std::string& dtype, int64_t num_outputs, int64_t depth,
-              bool is_paired) {
-             new (self) OwnedWeight(make_weight(dtype, num_outputs, depth, is_paired));
+              bool is_paired, WeightArena* arena) {
+             new (self) OwnedWeight(make_weight(dtype, num_outputs, depth, is_paired, arena));
            },
            nb::arg("dtype"), nb::arg("num_outputs"), nb::arg("depth"),
-           nb::arg("is_paired") = false)
+           nb::arg("is_paired") = false, nb::arg("arena").none() = nb::none(),
+           "In memory of its own, or in an arena.")
       .def("pack", &pack, nb::arg("source"), nb::arg("first_output"),
            nb::arg("team").none() = nb::none(),
            "Takes rows of the matrix, float32, float16 or uint16 (bfloat16 bits).")
@@ -137,7 +162,7 @@ void bind_weights(nb::module_& m) {
       .def_prop_ro("num_outputs", [](const OwnedWeight& w) { return w.view.num_outputs; })
       .def_prop_ro("depth", [](const OwnedWeight& w) { return w.view.depth; })
       .def_prop_ro("is_paired", [](const OwnedWeight& w) { return w.view.is_paired; })
-      .def_prop_ro("num_bytes", [](const OwnedWeight& w) { return w.memory.num_bytes(); })
+      .def_prop_ro("num_bytes", [](const OwnedWeight& w) { return w.num_bytes(); })
       .def_prop_ro("input_dtype", [](const OwnedWeight& w) { return dtype_name(w.input_dtype()); },
                    "What the left side of a product with it must be.");
 }
