@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from .engine.async_engine import AsyncEngine
     from .server.serving import Server
 
-# The OpenMP threads of torch spin for milliseconds after a matrix product. Where others want
-# the same cores that halves the speed; a few microseconds cost little where nobody does.
+# For --ops reference: torch's OpenMP threads spin for milliseconds after a matrix product. Where
+# others want the same cores that halves the speed; a few microseconds cost little elsewhere.
 OPENMP_SPINS = "4000"
 TRAILING_MODEL = "trailing_model"  # MODEL where a flag's list of numbers came before it
 LAST_LINE = "its last line is a JSON document"

@@ -13,6 +13,7 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
     "config": 0,
     "errors": 0,
     "protocol": 0,
+    "step_bytes": 0,
     "core": 1,
     "ops": 1,
     "text": 1,
@@ -30,6 +31,7 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
 SAME_LAYER = {  # the few siblings that may see each other
     ("config", "errors"),
     ("protocol", "errors"),
+    ("step_bytes", "protocol"),
     ("weights", "models"),  # loading needs the facts a model is built from
     ("cli", "flags"),
     ("cli", "bench"),

@@ -16,13 +16,10 @@ from streamkv.protocol import (
     SamplingParams,
     StepInput,
     StepOutput,
-    decode_output,
-    decode_step,
-    encode_output,
-    encode_step,
     pack_ints,
     unpack_ints,
 )
+from streamkv.step_bytes import decode_output, decode_step, encode_output, encode_step
 
 
 def request_with(sampling: SamplingParams) -> Request:

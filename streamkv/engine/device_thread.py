@@ -26,16 +26,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from .._cpu import Channel
 from ..errors import EngineDeadError, ModelLoadError, StreamkvError
-from ..protocol import (
-    Runner,
-    RunnerInfo,
-    StepInput,
-    StepOutput,
-    decode_output,
-    decode_step,
-    encode_output,
-    encode_step,
-)
+from ..protocol import Runner, RunnerInfo, StepInput, StepOutput
+from ..step_bytes import decode_output, decode_step, encode_output, encode_step
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..config import EngineConfig
 from ..errors import ModelLoadError
-from ..protocol import RunnerInfo, StepInput, StepOutput, decode_output, encode_step
+from ..protocol import RunnerInfo, StepInput, StepOutput
+from ..step_bytes import decode_output, encode_step
 from ..weights.hub import Checkpoint
 from .cpu_model import CpuModel, check_finite, load_cpu_model, one_token
 from .eager import Eager
@@ -29,17 +31,17 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 
-class _Program(NamedTuple):
-    """What CpuRunner loads and drops, as one."""
-
-    loaded: CpuModel
-    program: Any  # _cpu.Program
-    logits_buffer: int
-    native: Any  # _cpu.Runner
+Parts = TypeVar("Parts")
 
 
-class CpuRunner:
-    """Runs one checkpoint. `budget` is shared by the models of a process; None: one of its own."""
+class _Runner(Generic[Parts]):
+    """What both share: loading, dropping, and that a step without a model is an error. `Parts` is
+    what one builds of a loaded model and drops as one.
+
+    `budget` is shared by the models of a process; None: one of its own.
+    """
+
+    ops: ClassVar[str]  # how the operations are run, in words
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, budget: MemoryBudget | None = None
@@ -47,18 +49,20 @@ class CpuRunner:
         self._config = config
         self._checkpoint = checkpoint
         self._share = MemoryShare(config, budget)
-        self._parts: _Program | None = None
+        self._parts: Parts | None = None
 
     def load(self, progress: Progress) -> RunnerInfo:
-        """Load weights, plan and take KV memory, record the program.
+        """Load weights, plan and take KV memory, compute one token.
 
         Raises ModelLoadError for what is wrong with the checkpoint and ConfigError for what is
         wrong with the wishes; memory taken before that is given back.
         """
         try:
             loaded = load_cpu_model(self._config, self._checkpoint, self._share, progress)
-            self._parts = self._record(loaded)
-            info = loaded.info("native")
+            with loaded.explained_step(self._config):
+                self._parts, logits = self._build(loaded)
+            check_finite(self._checkpoint, logits)
+            info = loaded.info(self.ops)
             logger.debug("loaded %s: %s", self._config.model_id, info)
             return info
         except BaseException:
@@ -68,8 +72,34 @@ class CpuRunner:
     def step(self, step: StepInput) -> StepOutput:
         """Run one step; what goes wrong is `error` in the output."""
         if self._parts is None:
-            return _not_loaded(step)
-        return decode_output(self._parts.native.step(encode_step(step)))
+            return StepOutput(step_id=step.step_id, sampled=b"", error="no model is loaded")
+        return decode_output(self._run(self._parts, step))
+
+    def close(self) -> None:
+        """Give back all memory; idempotent."""
+        self._parts = None
+        self._share.release()
+
+    def _build(self, loaded: CpuModel) -> tuple[Parts, NDArray[np.float32]]:
+        """And the logits of one token."""
+        raise NotImplementedError
+
+    def _run(self, parts: Parts, step: StepInput) -> bytes:
+        """The encoded output."""
+        raise NotImplementedError
+
+
+class _Program(NamedTuple):
+    program: Any  # _cpu.Program
+    logits_buffer: int
+    native: Any  # _cpu.Runner
+    loaded: CpuModel
+
+
+class CpuRunner(_Runner[_Program]):
+    """Runs one checkpoint, a step as one program."""
+
+    ops = "native"
 
     def serve(self, channel: Any, idle_timeout_s: float) -> bool:
         """Answer the steps of a _cpu.Channel without the interpreter, until it is closed (True) or
@@ -78,92 +108,48 @@ class CpuRunner:
             raise ModelLoadError("no model is loaded")
         return bool(self._parts.native.serve(channel, idle_timeout_s))
 
-    def close(self) -> None:
-        """Give back all memory; idempotent."""
-        self._parts = None
-        self._share.release()
-
-    def _record(self, loaded: CpuModel) -> _Program:
+    def _build(self, loaded: CpuModel) -> tuple[_Program, NDArray[np.float32]]:
         spec = Recorder(max_model_len=loaded.plan.max_model_len).record(loaded.model)
-        with loaded.explained_step(self._config):
-            program = build_program(spec, loaded.weights, loaded.cache)
-            native = loaded.runner(self._config, program, spec.logits)
-            program.run(one_token(loaded.cpu), loaded.team)
-            logits = program.read(spec.logits).view(np.float32)
-        check_finite(self._checkpoint, logits)
-        return _Program(loaded, program, spec.logits, native)
+        program = build_program(spec, loaded.weights, loaded.cache)
+        native = loaded.runner(self._config, program, spec.logits)
+        program.run(one_token(loaded.cpu), loaded.team)
+        logits = program.read(spec.logits).view(np.float32)
+        return _Program(program, spec.logits, native, loaded), logits
+
+    def _run(self, parts: _Program, step: StepInput) -> bytes:
+        return bytes(parts.native.step(encode_step(step)))
 
 
 class _Eager(NamedTuple):
-    """What EagerCpuRunner loads and drops, as one."""
-
-    loaded: CpuModel
     ops: Eager
     native: Any  # _cpu.Runner, for the halves around the forward
+    loaded: CpuModel
 
 
-class EagerCpuRunner:
+class EagerCpuRunner(_Runner[_Eager]):
     """As CpuRunner, one operation at a time."""
 
-    def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, budget: MemoryBudget | None = None
-    ) -> None:
-        self._config = config
-        self._checkpoint = checkpoint
-        self._share = MemoryShare(config, budget)
-        self._parts: _Eager | None = None
+    ops = "native, one by one"
 
-    def load(self, progress: Progress) -> RunnerInfo:
-        """As CpuRunner's."""
-        try:
-            loaded = load_cpu_model(self._config, self._checkpoint, self._share, progress)
-            ops = Eager(
-                loaded.team,
-                loaded.weights,
-                loaded.cache,
-                max_model_len=loaded.plan.max_model_len,
-            )
-            with loaded.explained_step(self._config):
-                self._parts = _Eager(loaded, ops, loaded.runner(self._config, None, -1))
-                logits = self._logits(one_token(loaded.cpu))
-            check_finite(self._checkpoint, logits)
-            return loaded.info("native, one by one")
-        except BaseException:
-            self.close()
-            raise
+    def _build(self, loaded: CpuModel) -> tuple[_Eager, NDArray[np.float32]]:
+        max_model_len = loaded.plan.max_model_len
+        ops = Eager(loaded.team, loaded.weights, loaded.cache, max_model_len=max_model_len)
+        parts = _Eager(ops, loaded.runner(self._config, None, -1), loaded)
+        return parts, self._logits(parts, one_token(loaded.cpu))
 
-    def step(self, step: StepInput) -> StepOutput:
-        """Run one step; what goes wrong is `error` in the output."""
-        if self._parts is None:
-            return _not_loaded(step)
-        native = self._parts.native
+    def _run(self, parts: _Eager, step: StepInput) -> bytes:
         try:
-            batch = native.prepare(encode_step(step))
-            logits = self._no_logits() if batch is None else self._logits(batch)
-            output = native.sample(logits)
+            batch = parts.native.prepare(encode_step(step))
+            output = parts.native.sample(self._logits(parts, batch))
         except Exception as exc:
             logger.exception("step %d failed", step.step_id)
-            output = native.fail(" ".join(f"{type(exc).__name__}: {exc}".split()))
-        return decode_output(output)
+            output = parts.native.fail(" ".join(f"{type(exc).__name__}: {exc}".split()))
+        return bytes(output)
 
-    def close(self) -> None:
-        """Give back all memory; idempotent."""
-        self._parts = None
-        self._share.release()
-
-    def _logits(self, batch: Any) -> Any:
-        """float32 [R, vocab_size]."""
-        assert self._parts is not None
-        model, ops = self._parts.loaded.model, self._parts.ops
-        hidden = model.forward(ops, batch)
-        if not batch.num_logit_rows:
-            return self._no_logits()
-        return model.logits(ops, hidden)
-
-    def _no_logits(self) -> Any:
-        assert self._parts is not None
-        return np.zeros((0, self._parts.loaded.model.config.vocab_size), np.float32)
-
-
-def _not_loaded(step: StepInput) -> StepOutput:
-    return StepOutput(step_id=step.step_id, sampled=b"", error="no model is loaded")
+    def _logits(self, parts: _Eager, batch: Any) -> Any:
+        """float32 [R, vocab_size]. `batch` None: nothing is scheduled."""
+        model = parts.loaded.model
+        hidden = None if batch is None else model.forward(parts.ops, batch)
+        if batch is None or not batch.num_logit_rows:
+            return np.zeros((0, model.config.vocab_size), np.float32)
+        return model.logits(parts.ops, hidden)

@@ -19,10 +19,9 @@ from streamkv.protocol import (
     Request,
     SamplingParams,
     StepInput,
-    decode_step,
-    encode_step,
     unpack_ints,
 )
+from streamkv.step_bytes import decode_step, encode_step
 
 VOCAB_SIZE = 31
 EOS = 3

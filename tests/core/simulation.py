@@ -16,7 +16,8 @@ from typing import NamedTuple
 from core.harness import EOS, VOCAB_SIZE, Harness
 
 from streamkv.core.sequence import Sequence
-from streamkv.protocol import FinishReason, encode_step
+from streamkv.protocol import FinishReason
+from streamkv.step_bytes import encode_step
 
 EPISODE_LEN = 250
 

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from streamkv._cpu import Channel, KvCache, Runner, Team
-from streamkv.protocol import StepInput, StepOutput, decode_output, encode_step
+from streamkv.protocol import StepInput, StepOutput
+from streamkv.step_bytes import decode_output, encode_step
 
 NUM_MESSAGES = 16  # at most, on their way
 LONG_S = 20.0

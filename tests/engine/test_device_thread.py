@@ -15,7 +15,8 @@ from streamkv._cpu import Runner as StepRunner
 from streamkv.engine import device_thread
 from streamkv.engine.device_thread import DeviceThread
 from streamkv.errors import EngineDeadError, ModelLoadError
-from streamkv.protocol import RunnerInfo, StepInput, StepOutput, decode_step, encode_output
+from streamkv.protocol import RunnerInfo, StepInput, StepOutput
+from streamkv.step_bytes import decode_step, encode_output
 
 INFO = RunnerInfo(
     device="cpu",

@@ -6,6 +6,8 @@ import random
 from array import array
 from dataclasses import dataclass, field
 
+from runner.support import GREEDY
+
 from streamkv._cpu import KvCache, Runner, Team
 from streamkv.protocol import Ask, RowAdded, RowSampling, StepInput, pack_ints
 
@@ -15,22 +17,6 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 200
 VOCAB_SIZE = 64
 MAX_TOKENS = 80
-GREEDY = RowSampling(
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    repetition_penalty=1.0,
-    seed=0,
-    choice=0,
-    min_tokens=0,
-    num_logprobs=-1,
-    min_tokens_stop_ids=b"",
-    bias_ids=b"",
-    bias_values=b"",
-)
 
 
 def small_cache() -> KvCache:

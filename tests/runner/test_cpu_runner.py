@@ -8,8 +8,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from drive import load_runner, run_requests
 from runner.support import (
     NUM_TOKENS,
@@ -24,19 +22,9 @@ from tiny import save_tiny_checkpoint
 from streamkv import _cpu
 from streamkv.errors import ConfigError, ModelLoadError
 from streamkv.ops.extension import load_extension
-from streamkv.protocol import Ask, decode_output, encode_step, unpack_ints
+from streamkv.protocol import Ask, unpack_ints
 from streamkv.runner.cpu_runner import EagerCpuRunner
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
+from streamkv.step_bytes import decode_output, encode_step
 
 ENGINE = """
 import asyncio, sys
@@ -193,10 +181,10 @@ def test_an_error_between_the_halves_leaves_the_step_sent_ahead_and_other_rows_a
     failures = [RuntimeError("out of memory:\ntried to\nallocate")]
     logits = EagerCpuRunner._logits
 
-    def fail_once(self, batch):
+    def fail_once(self, parts, batch):
         if failures and batch.num_tokens == 13:
             raise failures.pop()
-        return logits(self, batch)
+        return logits(self, parts, batch)
 
     monkeypatch.setattr(EagerCpuRunner, "_logits", fail_once)
     healthy, prompt = prompts()[4], prompts()[5]

@@ -28,13 +28,12 @@ from streamkv.protocol import (
     RowAdded,
     StepInput,
     StepOutput,
-    decode_output,
-    encode_step,
     pack_ints,
     unpack_ints,
 )
 from streamkv.runner.rows import Rows
 from streamkv.runner.sampler import Sampled, sample
+from streamkv.step_bytes import decode_output, encode_step
 
 BATCH_FIELDS = (
     "token_ids",

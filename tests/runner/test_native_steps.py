@@ -7,14 +7,8 @@ import random
 import numpy as np
 from runner.native_steps import VOCAB_SIZE, RandomSteps, make_step, native_runner
 
-from streamkv.protocol import (
-    RowAdded,
-    StepInput,
-    decode_output,
-    decode_step,
-    encode_step,
-    pack_ints,
-)
+from streamkv.protocol import RowAdded, StepInput, pack_ints
+from streamkv.step_bytes import decode_output, decode_step, encode_step
 
 
 def busy_step() -> StepInput:

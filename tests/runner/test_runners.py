@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from drive import build_scheduler, load_runner, request, run_requests
 from msgspec import structs
 from runner.support import (
@@ -43,16 +42,6 @@ RUNNERS = {
 def kind(request) -> dict:
     """What `load_runner` builds this kind of runner from."""
     return RUNNERS[request.param]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,8 @@ class Watched:
     def _watch_eager(self) -> None:
         compute = self._runner._logits
 
-        def keep(batch: Any) -> np.ndarray:
-            logits = compute(batch)
+        def keep(parts: Any, batch: Any) -> np.ndarray:
+            logits = compute(parts, batch)
             self._eager_logits = [logits] if len(logits) else []
             return logits
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from drive import load_runner, run_requests
 from runner.support import (
     NUM_TOKENS,
@@ -18,20 +16,9 @@ from runner.support import (
     step,
     tokens_of,
 )
-from tiny import save_tiny_checkpoint
 
 from streamkv.ops.reference import REFERENCE
 from streamkv.protocol import Ask, FinishReason, unpack_ints
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def test_an_error_under_overlap_leaves_the_step_sent_ahead_and_other_rows_alone(folder, oracle):

@@ -9,7 +9,7 @@ class Memory {
  public:
   Memory() = default;
   // Throws std::bad_alloc. `huge_pages` asks for them where the system grants them: for what is
-  // read from end to end, like weights; not for what is touched here and there.
+  // read in long runs, like weights and blocks of KV. The first touch commits a whole one.
   explicit Memory(int64_t num_bytes, bool huge_pages = false);
   ~Memory();
   Memory(Memory&& other) noexcept;

@@ -1,4 +1,4 @@
-// Steps and their outputs as messages of bytes. The layout stands in streamkv/protocol.py.
+// Steps and their outputs as messages of bytes. The layout stands in streamkv/step_bytes.py.
 //
 // A message comes from outside, so every length in it is checked against its end before anything
 // is read; what the numbers mean is checked by Rows.

@@ -1,0 +1,223 @@
+"""Steps and their outputs as messages of bytes: what crosses to the device side.
+
+Owns the layout, byte by byte; cuda_ext/src/cpu/step.cpp reads and writes the same. What the numbers
+mean is protocol.py's. Invariant: what was encoded decodes to an equal value, and what is not one
+whole message is a ValueError.
+
+Numbers are little-endian; int is 4 bytes, long 8, double 8. Nothing is padded but where it says.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from .protocol import RowAdded, RowLogprobs, RowSampling, StepInput, StepOutput
+
+_STEP_MAGIC = b"SKI1"  # the digit grows with each change of the layout
+_OUTPUT_MAGIC = b"SKO1"
+_STEP_HEAD = struct.Struct("<4siq4i")
+_ADDED_HEAD = struct.Struct("<10iq6d")
+_OUTPUT_HEAD = struct.Struct("<4siqd4i")
+_LOGPROBS_HEAD = struct.Struct("<iid")
+_NO_LOGPROBS = _LOGPROBS_HEAD.pack(-1, 0, 0.0)
+
+
+def encode_step(step: StepInput) -> bytes:
+    """The step as one message.
+
+    offset
+    0       "SKI1"
+    4       int num_removed
+    8       long step_id
+    16      int num_added, num_appended, num_copies, num_scheduled
+    32      the arrays removed, appended, copies, scheduled; then each added row:
+    + 0     int row, num_prompt_tokens, num_tokens, num_blocks, num_stop_ids, num_biases
+    + 24    int choice, min_tokens, num_logprobs, top_k
+    + 40    long seed
+    + 48    double temperature, top_p, min_p, presence_, frequency_, repetition_penalty
+    + 96    the arrays token_ids, block_ids, min_tokens_stop_ids, bias_ids, bias_values
+    """
+    parts = [
+        _STEP_HEAD.pack(
+            _STEP_MAGIC,
+            len(step.removed) // 4,
+            step.step_id,
+            len(step.added),
+            len(step.appended) // 8,
+            len(step.copies) // 8,
+            len(step.scheduled) // 16,
+        ),
+        step.removed,
+        step.appended,
+        step.copies,
+        step.scheduled,
+    ]
+    for added in step.added:
+        parts += _encode_added(added)
+    return b"".join(parts)
+
+
+def _encode_added(added: RowAdded) -> tuple[bytes, ...]:
+    sampling = added.sampling
+    head = _ADDED_HEAD.pack(
+        added.row,
+        added.num_prompt_tokens,
+        len(added.token_ids) // 4,
+        len(added.block_ids) // 4,
+        len(sampling.min_tokens_stop_ids) // 4,
+        len(sampling.bias_ids) // 4,
+        sampling.choice,
+        sampling.min_tokens,
+        sampling.num_logprobs,
+        sampling.top_k,
+        sampling.seed,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    )
+    return (
+        head,
+        added.token_ids,
+        added.block_ids,
+        sampling.min_tokens_stop_ids,
+        sampling.bias_ids,
+        sampling.bias_values,
+    )
+
+
+def decode_step(data: bytes) -> StepInput:
+    """The inverse of `encode_step`. ValueError if it is not one step from end to end."""
+    reader = _Reader("step", data)
+    magic, num_removed, step_id, num_added, num_appended, num_copies, num_scheduled = (
+        reader.numbers(_STEP_HEAD)
+    )
+    reader.check_magic(magic, _STEP_MAGIC)
+    removed = reader.take(4 * num_removed)
+    appended = reader.take(8 * num_appended)
+    copies = reader.take(8 * num_copies)
+    scheduled = reader.take(16 * num_scheduled)
+    added = tuple(_decode_added(reader) for _ in range(num_added))
+    reader.check_end()
+    return StepInput(step_id, removed, added, appended, scheduled, copies)
+
+
+def _decode_added(reader: _Reader) -> RowAdded:
+    head = reader.numbers(_ADDED_HEAD)
+    row, num_prompt_tokens, num_tokens, num_blocks, num_stop_ids, num_biases = head[:6]
+    choice, min_tokens, num_logprobs, top_k, seed, *floats = head[6:]
+    temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty = floats
+    token_ids, block_ids = reader.take(4 * num_tokens), reader.take(4 * num_blocks)
+    sampling = RowSampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        choice=choice,
+        min_tokens=min_tokens,
+        num_logprobs=num_logprobs,
+        min_tokens_stop_ids=reader.take(4 * num_stop_ids),
+        bias_ids=reader.take(4 * num_biases),
+        bias_values=reader.take(4 * num_biases),
+    )
+    return RowAdded(row, num_prompt_tokens, token_ids, block_ids, sampling)
+
+
+def encode_output(output: StepOutput) -> bytes:
+    """The output as one message.
+
+    offset
+    0       "SKO1"
+    4       int num_sampled
+    8       long step_id
+    16      double duration_s
+    24      int num_failed, num_logprobs (0 or num_sampled), error_bytes, 0
+    40      the arrays sampled, failed; then each entry of logprobs:
+    + 0     int num_top (-1: the entry is None), rank
+    + 8     double logprob
+    + 16    the arrays top_ids, top_logprobs
+    last    error in UTF-8
+    """
+    error = output.error.encode("utf-8", "backslashreplace")
+    parts = [
+        _OUTPUT_HEAD.pack(
+            _OUTPUT_MAGIC,
+            len(output.sampled) // 4,
+            output.step_id,
+            output.duration_s,
+            len(output.failed) // 4,
+            len(output.logprobs),
+            len(error),
+            0,
+        ),
+        output.sampled,
+        output.failed,
+    ]
+    for row in output.logprobs:
+        if row is None:
+            parts.append(_NO_LOGPROBS)
+        else:
+            head = _LOGPROBS_HEAD.pack(len(row.top_ids) // 4, row.rank, row.logprob)
+            parts += (head, row.top_ids, row.top_logprobs)
+    parts.append(error)
+    return b"".join(parts)
+
+
+def decode_output(data: bytes) -> StepOutput:
+    """The inverse of `encode_output`. ValueError if it is not one output from end to end."""
+    reader = _Reader("output", data)
+    magic, num_sampled, step_id, duration_s, num_failed, num_logprobs, error_bytes, _ = (
+        reader.numbers(_OUTPUT_HEAD)
+    )
+    reader.check_magic(magic, _OUTPUT_MAGIC)
+    sampled, failed = reader.take(4 * num_sampled), reader.take(4 * num_failed)
+    logprobs = tuple(_decode_logprobs(reader) for _ in range(num_logprobs))
+    error = reader.take(error_bytes).decode("utf-8", "replace")
+    reader.check_end()
+    return StepOutput(step_id, sampled, logprobs, failed, error, duration_s)
+
+
+def _decode_logprobs(reader: _Reader) -> RowLogprobs | None:
+    num_top, rank, logprob = reader.numbers(_LOGPROBS_HEAD)
+    if num_top < 0:
+        return None
+    return RowLogprobs(logprob, rank, reader.take(4 * num_top), reader.take(4 * num_top))
+
+
+class _Reader:
+    """Takes one thing after another off a message."""
+
+    __slots__ = ("_data", "_offset", "_what")
+
+    def __init__(self, what: str, data: bytes) -> None:
+        self._what = what
+        self._data = data
+        self._offset = 0
+
+    def take(self, num_bytes: int) -> bytes:
+        start, end = self._offset, self._offset + num_bytes
+        if not start <= end <= len(self._data):
+            raise self._error(f"{num_bytes} bytes at {start}, got {len(self._data) - start}")
+        self._offset = end
+        return self._data[start:end]
+
+    def numbers(self, layout: struct.Struct) -> tuple[Any, ...]:
+        return layout.unpack(self.take(layout.size))
+
+    def check_magic(self, magic: bytes, expected: bytes) -> None:
+        if magic != expected:
+            raise self._error(f"it to begin with {expected!r}, got {magic!r}; update both sides")
+
+    def check_end(self) -> None:
+        if self._offset != len(self._data):
+            raise self._error(f"its end at {self._offset}, got {len(self._data)} bytes")
+
+    def _error(self, expected: str) -> ValueError:
+        return ValueError(f"{self._what} message: expected {expected}")
