@@ -29,6 +29,7 @@ from .bench.options import (
 )
 from .config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from .errors import ConfigError, EngineDeadError, StreamkvError
+from .eval.options import ENGINE_FLAGS, EvalConfig
 from .flags import add_flags, build_config
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ BENCHMARKS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
     "latency": (LatencyConfig, "time to the first token and between tokens, in this process"),
     "startup": (StartupConfig, "fresh processes: time to the first token, memory"),
 }
+# Flags of `eval` that are lists, and fields of EngineConfig that aren't.
+EVAL_LISTS = ("dtype", "quantization", "kv_cache_dtype")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 logger = logging.getLogger("streamkv")
@@ -55,6 +58,7 @@ examples:
   streamkv serve                        {DEFAULT_MODEL}, chat page at http://127.0.0.1:8000
   streamkv serve ./my-llama --port 9000 a folder in Hugging Face format, or a .gguf file
   streamkv info ./my-llama --program    what it is, and what a step of it costs
+  streamkv eval ./my-llama --compare    what fewer bits cost: perplexity, agreement
   streamkv bench throughput ./my-llama  how fast it streams here
 
 A flag that takes several numbers ends at the first word that isn't one: MODEL may come before it or
@@ -112,6 +116,16 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(info_parser)
     add_flags(info_parser, EngineConfig)
     add_flags(info_parser, InfoConfig, operand=TRAILING_MODEL)
+    eval_parser = commands.add_parser(
+        "eval",
+        help="how near a model's answers stay to float32 in each quantization",
+        description="Perplexity of a text, and agreement with the same model in float32, for each "
+        "way to run it: quantizations, types of keys and values, other files of the model.",
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_model(eval_parser)
+    add_flags(eval_parser, EngineConfig, only=ENGINE_FLAGS)
+    add_flags(eval_parser, EvalConfig)
     text = "measure this machine with this engine"
     description = f"Measure this machine with this engine. A table for people; {LAST_LINE}."
     _add_benchmarks(commands.add_parser("bench", help=text, description=description))
@@ -172,6 +186,15 @@ def info(parsed: dict[str, object]) -> int:
     return print_info(_engine_config(parsed), options, given=frozenset(parsed))
 
 
+def evaluate(parsed: dict[str, object]) -> int:
+    """Score the ways to run a model. What serve shares with it comes as in `serve`."""
+    from .eval.run import print_eval
+
+    options = build_config(EvalConfig, parsed, {})
+    shared = {name: value for name, value in parsed.items() if name not in EVAL_LISTS}
+    return print_eval(_engine_config(shared), options, given=frozenset(parsed))
+
+
 def bench(parsed: dict[str, object]) -> int:
     """Run one benchmark. Its own options come from flags alone, a model's as in `serve`."""
     benchmark = parsed.pop("benchmark")
@@ -196,6 +219,7 @@ def bench(parsed: dict[str, object]) -> int:
 COMMANDS: Mapping[str, Callable[[dict[str, object]], int]] = {
     "serve": serve,
     "info": info,
+    "eval": evaluate,
     "bench": bench,
 }
 

@@ -28,7 +28,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        Meta(description="arithmetic and KV type; auto is bfloat16"),
+        Meta(
+            description="of weights that aren't quantized and of KV; auto is bfloat16, float32 "
+            "computes in float32 throughout"
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "none", "int8", "int4"],
+        Meta(
+            description="of weights: auto keeps the checkpoint's, none widens them to dtype, int8 "
+            "and int4 quantize a checkpoint that isn't"
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bfloat16", "float32", "int8"],
+        Meta(description="of keys and values; auto is dtype, int8 has a scale a token and head"),
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="auto is cuda where there is one")
@@ -65,6 +79,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="CPU threads that compute (0: one a physical core)")
     ] = 0
+    packed_cache_gib: Annotated[
+        float, Meta(ge=0, description="GiB of disk for packed weights, for quick starts (0: off)")
+    ] = 16.0
     enforce_eager: Annotated[
         bool,
         Meta(description="run a model's operations one by one: the same bits, slower, to debug"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -116,11 +116,15 @@ def add_flags(
     config_type: type[msgspec.Struct],
     *,
     operand: str | None = None,
+    only: Container[str] | None = None,
 ) -> None:
-    """Add every option of the Struct; unset ones stay absent from the parsed namespace. A word
-    after a list of numbers is stored as `operand`; None: it is refused."""
+    """Add the options of the Struct, those of the fields in `only` or all; unset ones stay absent
+    from the parsed namespace. A word after a list of numbers is stored as `operand`; None: it is
+    refused."""
     group = parser.add_argument_group(_group_title(config_type))
     for flag in flags_of(config_type):
+        if only is not None and flag.field not in only:
+            continue
         options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
         options["help"] = _help(flag)
         if flag.type is bool:

@@ -24,16 +24,20 @@ from .bench.profile import (
 from .config import EngineConfig
 from .errors import ConfigError
 from .models import ModelConfig, build_model
+from .models.llama import LlamaForCausalLM
 from .ops.cpu_count import num_usable_cores
 from .ops.extension import load_extension
 from .runner.cost import describe
-from .runner.cpu_model import DTYPES, load_cpu_model
-from .runner.kv_cache import MemoryShare, plan_kv_cache
+from .runner.cpu_model import DTYPES, effective_quantization, kv_dtype_of, load_cpu_model
+from .runner.formats import ModelFormats
+from .runner.inputs import resolve_inputs
+from .runner.kv_cache import MemoryShare, kv_token_bytes, plan_kv_cache
 from .runner.program import ProgramSpec
-from .runner.recorder import Recorder, build_program, input_dtype
+from .runner.recorder import Recorder, build_program
 from .runner.select import check_config
+from .weights.formats import Formats, Quantization, packed_bytes, planned_formats
 from .weights.hub import Checkpoint, resolve_checkpoint
-from .weights.loader import ITEM_BYTES, open_checkpoint, packed_bytes
+from .weights.loader import WeightSource, check_names_and_shapes, open_checkpoint
 
 
 def print_info(engine_config: EngineConfig, options: InfoConfig, given: Container[str] = ()) -> int:
@@ -46,24 +50,40 @@ def print_info(engine_config: EngineConfig, options: InfoConfig, given: Containe
     source = open_checkpoint(checkpoint)
     try:
         model = build_model(ModelConfig.from_dict(source.config))
+        formats = formats_of(engine_config, source, model)
     finally:
         source.close()
-    dtype = DTYPES[engine_config.dtype]
     max_model_len = context_of(engine_config, model.config)
     if options.program or options.profile:
         options = fitting(options, given, max_model_len)
         check_steps(options, max_model_len)
-    for name, value in facts(checkpoint, model, dtype, engine_config).items():
+    for name, value in facts(checkpoint, model, formats, engine_config).items():
         print(f"{name:16} {value}")
     if options.program:
-        spec = Recorder(max_model_len=max_model_len).record(model)
+        planned = ModelFormats.planned(
+            load_extension(), model.parameters(), formats, kv_dtype_of(engine_config)
+        )
+        recorded = Recorder(max_model_len=max_model_len).record(model)
+        spec = resolve_inputs(recorded, planned.matrices)
         for step in steps_of(options):
             print()
-            print(describe_step(spec, step, dtype))
+            print(describe_step(spec, step, planned))
     if options.profile:
         print()
         print_measured(engine_config, checkpoint, options)
     return 0
+
+
+def formats_of(config: EngineConfig, source: WeightSource, model: LlamaForCausalLM) -> Formats:
+    """Of each matrix, as it would be loaded."""
+    parameters = list(model.parameters())
+    check_names_and_shapes(source, parameters)
+    quantization: Quantization = "none"  # torch's: --ops reference, GPUs
+    if config.ops != "reference" and config.device != "cuda":
+        quantization = effective_quantization(config, source, model)
+    return planned_formats(
+        source, parameters, dtype=DTYPES[config.dtype], quantization=quantization
+    )
 
 
 def check_profiled(config: EngineConfig) -> None:
@@ -85,7 +105,7 @@ def context_of(config: EngineConfig, model: ModelConfig) -> int:
     plan = plan_kv_cache(
         free_bytes=1 << 62,
         limit_bytes=None,
-        kv_bytes_per_token=1,
+        block_bytes=1,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
@@ -106,14 +126,21 @@ def fitting(options: InfoConfig, given: Container[str], max_model_len: int) -> I
 
 
 def facts(
-    checkpoint: Checkpoint, model: Any, dtype: str, engine_config: EngineConfig
+    checkpoint: Checkpoint,
+    model: LlamaForCausalLM,
+    formats: Formats,
+    engine_config: EngineConfig,
 ) -> dict[str, str]:
     config, parameters = model.config, list(model.parameters())
     num_parameters = sum(math.prod(parameter.shape) for parameter in parameters)
-    kv_width = 2 * config.num_key_value_heads * config.head_dim
-    kv_bytes = config.num_hidden_layers * kv_width * ITEM_BYTES[dtype]
+    kv_dtype = kv_dtype_of(engine_config)
+    kv_bytes = config.num_hidden_layers * kv_token_bytes(
+        config.num_key_value_heads, config.head_dim, kv_dtype
+    )
+    num_bytes = packed_bytes(parameters, formats)
     heads = f"{config.num_attention_heads} heads / {config.num_key_value_heads} KV heads"
     cpu = load_extension()
+    planned = ModelFormats.planned(cpu, parameters, formats, kv_dtype)
     others = [isa for isa in cpu.available_isas() if isa != cpu.isa()]
     also = f" (this CPU also runs: {', '.join(others)})" if others else ""
     longest, context = config.max_position_embeddings, context_of(engine_config, config)
@@ -125,20 +152,21 @@ def facts(
         f"{heads} of {config.head_dim}, MLP {config.intermediate_size}",
         "vocabulary": f"{config.vocab_size:,}",
         "context": f"{context:,} tokens{of}",
-        "weights": f"{packed_bytes(parameters, dtype) / 2**20:,.1f} MiB as {dtype}",
-        "KV cache": f"{kv_bytes:,} bytes a token",
+        "weights": f"{num_bytes / 2**20:,.1f} MiB as {planned.weights}",
+        "inputs": f"{planned.inputs} in products with them",
+        "KV cache": f"{kv_bytes:,} bytes a token as {kv_dtype}",
         "threads": str(engine_config.threads or num_usable_cores()),
         "instruction set": f"{cpu.isa()}{also}",
     }
 
 
-def describe_step(spec: ProgramSpec, step: Step, dtype: str) -> str:
+def describe_step(spec: ProgramSpec, step: Step, formats: ModelFormats) -> str:
     return describe(
         spec,
         num_tokens=step.num_tokens,
         num_logit_rows=len(step.rows),
         context=max(context for _, context in step.rows),
-        dtype=dtype,
+        formats=formats,
     )
 
 
@@ -157,8 +185,9 @@ def print_measured(
                     f"has {plan.num_blocks}; ask for less with --decode-rows, --context or "
                     "--prompt-len"
                 )
-        spec = Recorder(max_model_len=plan.max_model_len).record(loaded.model)
-        check_memory(spec, steps, input_dtype(loaded.weights), share.free_bytes)
+        recorded = Recorder(max_model_len=plan.max_model_len).record(loaded.model)
+        spec = resolve_inputs(recorded, loaded.weights)
+        check_memory(spec, steps, share.free_bytes)
         program = build_program(spec, loaded.weights, loaded.cache)
         program.reserve(max(s.num_tokens for s in steps), max(len(s.rows) for s in steps))
         profiled = Profiled(
@@ -166,14 +195,17 @@ def print_measured(
             loaded.team,
             spec,
             program,
-            loaded.dtype,
-            input_dtype(loaded.weights),
+            loaded.formats,
             loaded.model.config.vocab_size,
             plan.block_size,
         )
         measured = profile(profiled, steps, options.rounds)
-        details = {"config": msgspec.to_builtins(engine_config), "isa": loaded.cpu.isa()}
-        title = f"{engine_config.model_id}, {loaded.dtype}, {loaded.cpu.isa()}"
+        details = {
+            "config": msgspec.to_builtins(engine_config),
+            "formats": loaded.formats.describe(),
+            "isa": loaded.cpu.isa(),
+        }
+        title = f"{engine_config.model_id}, {loaded.formats.describe()}, {loaded.cpu.isa()}"
         print_profile("profile", title, measured, details)
     finally:
         share.release()

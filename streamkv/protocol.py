@@ -236,7 +236,8 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a runner tells the engine once it has loaded: facts and plan, for all to see."""
 
     device: str  # "cpu", "cuda:0"
-    dtype: str  # "bfloat16" | "float32"
+    dtype: str  # "bfloat16" | "float32": of weights that aren't quantized
+    formats: str  # of all numbers, one line: "Q4_1 + Q8_0 weights, int8 inputs, bfloat16 KV"
     max_model_len: int
     vocab_size: int
     block_size: int

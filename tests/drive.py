@@ -33,6 +33,7 @@ def load_runner(checkpoint: Checkpoint | Path, **config: Any) -> tuple[Any, Runn
         "ops": "reference",
         "max_num_seqs": 32,
         "num_gpu_blocks_override": 512,
+        "packed_cache_gib": 0.0,
     } | config
     runner: Any = build_runner(EngineConfig(**fields), checkpoint)
     return runner, runner.load(lambda stage, fraction: None)

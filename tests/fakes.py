@@ -128,6 +128,7 @@ class FakeRunner:
         self.info = RunnerInfo(
             device="cpu",
             dtype="float32",
+            formats="",
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             block_size=block_size,

@@ -23,6 +23,7 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
     "engine": 4,
     "server": 5,
     "bench": 6,
+    "eval": 6,
     "info": 6,
     "flags": 6,
     "cli": 6,
@@ -36,7 +37,9 @@ SAME_LAYER = {  # the few siblings that may see each other
     ("cli", "flags"),
     ("cli", "bench"),
     ("cli", "info"),
+    ("cli", "eval"),
     ("info", "bench"),
+    ("eval", "bench"),
     ("__main__", "cli"),
 }
 TORCH_MODULES = (
@@ -47,6 +50,7 @@ TORCH_MODULES = (
     "ops/reference.py",
     "ops/kernels.py",
     "weights/torch_loader.py",
+    "eval/oracle.py",
 )
 
 

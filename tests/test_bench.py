@@ -23,10 +23,14 @@ from streamkv.cli import main
 from streamkv.config import EngineConfig
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.errors import ConfigError, StreamkvError
+from streamkv.models import build_model
 from streamkv.ops import VOCABULARY
 from streamkv.ops.extension import load_extension
 from streamkv.protocol import StepInput, StepOutput, unpack_ints
 from streamkv.runner.cost import Cost
+from streamkv.runner.formats import Matrix, ModelFormats
+from streamkv.runner.inputs import resolve_inputs
+from streamkv.runner.recorder import Recorder
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +164,8 @@ class RecordingCpu:
 
 def test_a_steps_batch_gives_each_row_blocks_of_its_own_and_the_end_of_its_context():
     step = profile.Step("step", ((1, 33), (5, 5), (3, 20)))
-    profiled = profile.Profiled(RecordingCpu, None, None, None, "float32", "float32", 50, 16)
+    formats = ModelFormats({}, "float32")
+    profiled = profile.Profiled(RecordingCpu, None, None, None, formats, 50, 16)
     batch = profile.make_batch(profiled, step)
     assert batch.positions.tolist() == [32, 0, 1, 2, 3, 4, 17, 18, 19]
     assert batch.query_start.tolist() == [0, 1, 6, 9] and batch.context_lens.tolist() == [33, 5, 20]
@@ -176,16 +181,44 @@ def test_a_steps_batch_gives_each_row_blocks_of_its_own_and_the_end_of_its_conte
     assert all(array.dtype == np.int32 for array in batch)
 
 
+LIMITS = peaks.Peaks(
+    fma=100.0, bf16_dot=200.0, int8_dot=400.0, memory=10.0, shared_cache=99.0, own_cache=20.0
+)
+
+
 def test_an_op_is_limited_by_the_tightest_of_memory_cache_and_arithmetic():
-    limits = peaks.Peaks(fma=100.0, bf16_dot=200.0, memory=10.0, shared_cache=99.0, own_cache=20.0)
     read, compute = Cost(100, 1), Cost(1, 1000)
-    assert profile.limit_s("linear", read, limits, "float32") == 10
-    assert profile.limit_s("rms_norm", read, limits, "float32") == 5
-    assert profile.limit_s("linear", compute, limits, "float32") == 10
-    assert profile.limit_s("linear", compute, limits, "bfloat16") == 5
-    assert profile.limit_s("paged_attention", compute, limits, "bfloat16") == 10
-    without = limits._replace(bf16_dot=0.0)
+    assert profile.limit_s("linear", read, LIMITS, "float32") == 10
+    assert profile.limit_s("rms_norm", read, LIMITS, "float32") == 5
+    assert profile.limit_s("linear", compute, LIMITS, "float32") == 10
+    assert profile.limit_s("linear", compute, LIMITS, "bfloat16") == 5
+    assert profile.limit_s("linear", compute, LIMITS, "int8") == 2.5
+    without = LIMITS._replace(bf16_dot=0.0)
     assert profile.limit_s("linear", compute, without, "bfloat16") == 10
+
+
+def test_a_product_is_limited_by_the_arithmetic_of_its_own_inputs():
+    model = build_model(kernels.model_config("small"))
+    matrices = {
+        one.name: Matrix(("some",), 0, "bfloat16" if "mlp" in one.name else "int8")
+        for one in model.parameters()
+        if len(one.shape) == 2
+    }
+    spec = resolve_inputs(Recorder(max_model_len=64).record(model), matrices)
+    formats = ModelFormats(matrices, "bfloat16")
+    profiled = profile.Profiled(RecordingCpu, None, spec, None, formats, 49152, 16)
+    step = profile.prompt_step(64)
+    free = LIMITS._replace(memory=1e99, own_cache=1e99)
+    bounds = profile.step_bounds(profiled, step, free)
+    head = bounds["linear", "model.embed_tokens"]
+    assert head.cost.num_operations == 2 * 49152 * 576
+    assert head.least_s == pytest.approx(2 * 49152 * 576 / free.int8_dot)
+    down = bounds["linear", "model.layers.*.mlp.down_proj"]
+    operations = 2 * 576 * 1536 * (29 * 64 + 1)  # of the last layer, one row alone goes on
+    assert down.cost.num_operations == operations
+    assert down.least_s == pytest.approx(operations / free.bf16_dot)
+    attention = bounds["paged_attention", "9/3 heads of 64"]
+    assert attention.least_s == pytest.approx(attention.cost.num_operations / free.fma)
 
 
 @pytest.fixture
@@ -196,10 +229,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels.SHAPES["small"], "num_hidden_layers", 2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_op_is_profiled_in_every_step(dtype, quick, capsys):
+@pytest.mark.parametrize(
+    "wish",
+    [
+        ["--dtype", "bfloat16"],
+        ["--dtype", "float32"],
+        ["--weight-format", "Q4_1", "--kv-cache-dtype", "int8"],
+        ["--weight-format", "int8"],
+    ],
+)
+def test_every_op_is_profiled_in_every_step(wish, quick, capsys):
     steps = ["--decode-rows", "1", "3", "--prompt-len", "20", "--context", "40"]
-    assert main(["bench", "kernels", "--dtype", dtype, "--rounds", "2", *steps]) == 0
+    assert main(["bench", "kernels", *wish, "--rounds", "2", *steps]) == 0
     got = last_line(capsys)
     assert len(got["steps"]) == 3
     for ops in got["steps"].values():
@@ -233,7 +274,8 @@ def test_peaks_are_found_and_nonsense_is_refused(quick):
     cpu = load_extension()
     team = cpu.Team(1)
     measured = peaks.measure_peaks(cpu, team, seconds=0.005)
-    assert measured.fma > 1e9 and min(measured.memory, measured.shared_cache) > 1e8
+    assert min(measured.fma, measured.int8_dot) > 1e9
+    assert min(measured.memory, measured.shared_cache) > 1e8
     assert (measured.bf16_dot > 0) == (cpu.isa() == "avx512_bf16")
     for bad in ((4096, 100, 1), (4096, 8192, 1), (4096, 512, 0)):
         with pytest.raises(ValueError, match="read: expected chunk_bytes"):
@@ -246,7 +288,7 @@ def test_a_peak_is_the_best_of_several_measurements_between_the_steps(quick, mon
     monkeypatch.setattr(
         profile,
         "measure_peaks",
-        lambda cpu, team: events.append("peaks") or peaks.Peaks(*[next(found)] * 5),
+        lambda cpu, team: events.append("peaks") or peaks.Peaks(*[next(found)] * 6),
     )
     measure_step = profile.time_step
     monkeypatch.setattr(profile, "time_step", lambda *a: events.append("step") or measure_step(*a))
@@ -258,7 +300,7 @@ def test_a_peak_is_the_best_of_several_measurements_between_the_steps(quick, mon
 
 
 def test_a_kernel_beyond_its_limit_is_said_to_be_a_disturbed_measurement(capsys):
-    limits = peaks.Peaks(fma=1e11, bf16_dot=0.0, memory=1e10, shared_cache=2e10, own_cache=3e10)
+    limits = LIMITS._replace(fma=1e11, bf16_dot=0.0)
     for share, is_said in ((104.0, False), (298.7, True)):
         measured = profile.Profile(limits, {"step": [("op", {"% of limit": share})]})
         profile.print_profile("kernels", "title", measured, {})

@@ -13,6 +13,35 @@ namespace streamkv::selftest {
 
 namespace {
 
+// Heads as whole numbers to 127, with a scale each.
+std::vector<float> rounded_to_int8(std::vector<float> x, int64_t head_dim) {
+  for (auto head = x.begin(); head != x.end(); head += head_dim) {
+    float highest = 0.0f;
+    for (int64_t i = 0; i < head_dim; ++i) highest = std::max(highest, fabsf(head[i]));
+    const float inverse = highest > 0.0f ? 127.0f / highest : 0.0f;
+    for (int64_t i = 0; i < head_dim; ++i)
+      head[i] = nearbyintf(head[i] * inverse) * (highest / 127.0f);
+  }
+  return x;
+}
+
+// Of what out_dtype is made of.
+int64_t out_bytes(Dtype out_dtype, int64_t n) {
+  if (out_dtype != Dtype::kInt8) return n * element_bytes(out_dtype);
+  return n / kInputGroup * static_cast<int64_t>(sizeof(InputGroup));
+}
+
+std::vector<float> read_out(const void* data, Dtype out_dtype, int64_t n) {
+  if (out_dtype != Dtype::kInt8) return read_numbers(data, out_dtype, n);
+  const auto* groups = static_cast<const InputGroup*>(data);
+  std::vector<float> numbers(n);
+  for (int64_t i = 0; i < n; ++i) {
+    const InputGroup& group = groups[i / kInputGroup];
+    numbers[i] = static_cast<float>(group.values[i % kInputGroup]) * group.scale;
+  }
+  return numbers;
+}
+
 constexpr int64_t kLayers = 2, kLayer = 1;
 
 // Tokens [0, num_tokens) of a sequence; the first num_shared are those of the sequence before.
@@ -99,7 +128,7 @@ Scene::Scene(Random& random, const AttentionShape& shape, Dtype dtype,
 }
 
 std::string Scene::name() const {
-  return name_of(dtype_) + " attention, " + std::to_string(shape_.num_heads) + "/" +
+  return (dtype_ == Dtype::kInt8 ? "int8" : name_of(dtype_)) + " attention, " + std::to_string(shape_.num_heads) + "/" +
          std::to_string(shape_.num_kv_heads) + " heads of " + std::to_string(shape_.head_dim) +
          ", blocks of " + std::to_string(shape_.block_size);
 }
@@ -171,11 +200,14 @@ void Scene::attend(const std::vector<Part>& parts, int num_threads, Order order,
 void Scene::expect(const Part& part, std::vector<double>& values) const {
   const Sequence& sequence = sequences_[part.sequence];
   const int64_t head_dim = shape_.head_dim, group = shape_.num_heads / shape_.num_kv_heads;
-  const std::vector<float> kv =
-      dtype_ == Dtype::kBFloat16 ? rounded_to_bf16(sequence.qkv) : sequence.qkv;
+  const bool is_whole = dtype_ == Dtype::kInt8;
+  const std::vector<float> kv = is_whole ? rounded_to_int8(sequence.qkv, head_dim)
+                                : dtype_ == Dtype::kBFloat16 ? rounded_to_bf16(sequence.qkv)
+                                                             : sequence.qkv;
+  const std::vector<float>& queries = is_whole ? kv : sequence.qkv;
   for (int64_t query = part.first; query < part.first + part.count; ++query)
     for (int64_t head = 0; head < shape_.num_heads; ++head) {
-      const float* q = sequence.qkv.data() + query * width() + head * head_dim;
+      const float* q = queries.data() + query * width() + head * head_dim;
       const int64_t key = (shape_.num_heads + head / group) * head_dim;
       std::vector<double> attended(head_dim, 0.0);
       double total = 0.0;
@@ -214,7 +246,7 @@ std::vector<Part> last_queries(const Scene& scene, const std::vector<int64_t>& c
 // Each part alone, with few and many threads, and cut in two: the same bits as all at once.
 void check_company(Report& report, Scene& scene, const std::vector<Part>& parts, Dtype out_dtype,
                    Guarded& all) {
-  const int64_t row_bytes = scene.out_width() * element_bytes(out_dtype);
+  const int64_t row_bytes = out_bytes(out_dtype, scene.out_width());
   int64_t first = 0;
   const auto check = [&](const Part& part, int64_t offset, int num_threads, const char* how) {
     Guarded out(part.count * row_bytes);
@@ -258,14 +290,16 @@ void check_scene(Report& report, Random& random, const AttentionShape& shape, Dt
     scene.expect(part, expected);
     num_queries += part.count;
   }
+  // Values are in [-1, 1): so is a group's greatest, by which its other numbers are rounded.
   for (const double value : expected)
-    tolerance.push_back(2e-5 + fabs(value) * relative_error(out_dtype));
+    tolerance.push_back(2e-5 + (out_dtype == Dtype::kInt8 ? 0.5 / 127
+                                                          : fabs(value) * relative_error(out_dtype)));
   const int64_t size = num_queries * scene.out_width();
-  Guarded all(size * element_bytes(out_dtype));
+  Guarded all(out_bytes(out_dtype, size));
   scene.store(Order::kForward);
   scene.attend(parts, 1, Order::kForward, out_dtype, all);
   report.expect(all.is_intact(), scene.name() + ": writes inside");
-  const auto got = read_numbers(all.as<void>(), out_dtype, size);
+  const auto got = read_out(all.as<void>(), out_dtype, size);
   report.expect_near(got.data(), expected, tolerance, scene.name());
 
   for (const Order order : kOrders)
@@ -286,7 +320,7 @@ void check_scene(Report& report, Random& random, const AttentionShape& shape, Dt
 
 void check_attention(Report& report) {
   Random random(4);
-  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kInt8}) {
     check_scene(report, random, {9, 3, 64, 16}, dtype, Dtype::kFloat32);
     check_scene(report, random, {4, 4, 16, 1}, dtype, Dtype::kFloat32);
     check_scene(report, random, {6, 1, 48, 5}, dtype, Dtype::kFloat32);
@@ -295,6 +329,7 @@ void check_attention(Report& report) {
     check_scene(report, random, {3, 1, 128, 80}, dtype, Dtype::kBFloat16);
     check_scene(report, random, {9, 3, 64, 16}, dtype, Dtype::kFloat32, kLong);
     check_scene(report, random, {2, 2, 32, 10}, dtype, Dtype::kBFloat16, kLong);
+    check_scene(report, random, {4, 2, 96, 16}, dtype, Dtype::kInt8);
   }
   check_scene(report, random, {100, 1, 16, 16}, Dtype::kFloat32, Dtype::kFloat32);
 }

@@ -95,6 +95,7 @@ void check_product(Report& report, Random& random, const Product& product) {
     args.weight = weight.view;
     args.bias = product.has_bias ? bias.data() : nullptr;
     args.out = out.as<void>();
+    args.out_dtype = product.out_dtype();
     args.num_rows = num_rows;
     if (product.has_residual) {  // in place
       memcpy(out.as<void>(), residual.data() + first * outputs, num_rows * outputs * 4);

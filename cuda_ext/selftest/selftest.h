@@ -100,6 +100,7 @@ void run_kernel(const Kernel<Args>& kernel, const Args& args, Order order) {
 
 void check_packing(Report& report);
 void check_products(Report& report);
+void check_quantized(Report& report);
 void check_elementwise(Report& report);
 void check_attention(Report& report);
 void check_runner(Report& report);

@@ -20,8 +20,10 @@ from ..models import ModelConfig, build_model
 from ..ops import Parameter
 from ..ops.cpu_count import num_usable_cores
 from ..ops.extension import load_extension
+from ..runner.formats import ModelFormats
+from ..runner.inputs import resolve_inputs
 from ..runner.kv_cache import MAX_SLOTS, available_memory_bytes
-from ..runner.recorder import Recorder, build_program, input_dtype
+from ..runner.recorder import Recorder, build_program
 from .options import KernelsConfig
 from .profile import (
     Profiled,
@@ -34,6 +36,7 @@ from .profile import (
 )
 
 BLOCK_SIZE = 16
+PANEL = 32  # outputs; quantized weights are packed by whole ones
 SHAPES = {
     "small": {
         "hidden_size": 576,
@@ -68,8 +71,19 @@ def model_config(shape: str) -> ModelConfig:
     )
 
 
+def planned_formats(
+    cpu: ModuleType, parameters: Iterable[Parameter], options: KernelsConfig
+) -> ModelFormats:
+    name = options.dtype if options.weight_format == "none" else options.weight_format
+    kv_dtype = options.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    matrices = [one for one in parameters if len(one.shape) == 2]
+    is_float = options.weight_format == "none"
+    formats = {one.name: (name,) if is_float else (name,) * len(one.parts) for one in matrices}
+    return ModelFormats.planned(cpu, matrices, formats, kv_dtype)
+
+
 def random_weights(
-    cpu: ModuleType, parameters: Iterable[Parameter], dtype: str, team: Any
+    cpu: ModuleType, parameters: Iterable[Parameter], dtype: str, weight_format: str, team: Any
 ) -> dict[str, Any]:
     """Matrices share their numbers: how fast they are multiplied doesn't depend on them."""
     source = np.random.default_rng(0)
@@ -81,13 +95,37 @@ def random_weights(
             weights[parameter.name] = np.ones(parameter.shape, np.float32)
             continue
         outputs, depth = parameter.shape
-        packed = cpu.PackedWeight(dtype, outputs, depth, parameter.is_paired, arena)
-        step = max(1, numbers.size // depth)
-        for first in range(0, outputs, step):
-            count = min(step, outputs - first)
-            packed.pack(numbers[: count * depth].reshape(count, depth), first, team)
-        weights[parameter.name] = packed
+        rows = numbers[: numbers.size // depth * depth].reshape(-1, depth)
+        weights[parameter.name] = (
+            _floats(cpu, parameter, dtype, rows, arena, team)
+            if weight_format == "none"
+            else _quantized(cpu, parameter, weight_format, rows, arena, team)
+        )
     return weights
+
+
+def _floats(
+    cpu: ModuleType, parameter: Parameter, dtype: str, rows: Any, arena: Any, team: Any
+) -> Any:
+    outputs, depth = parameter.shape
+    packed = cpu.PackedWeight(dtype, outputs, depth, parameter.is_paired, arena)
+    for first in range(0, outputs, len(rows)):
+        packed.pack(rows[: outputs - first], first, team)
+    return packed
+
+
+def _quantized(
+    cpu: ModuleType, parameter: Parameter, weight_format: str, rows: Any, arena: Any, team: Any
+) -> Any:
+    outputs = [shape[0] for _, shape in parameter.parts]
+    formats = [weight_format] * len(outputs)
+    depth = parameter.shape[1]
+    weight = cpu.QuantizedWeight(formats, outputs, depth, parameter.is_paired, arena)
+    blocks = cpu.quantize(rows[: len(rows) // PANEL * PANEL], weight_format)
+    for part, count in enumerate(outputs):
+        for first in range(0, count, len(blocks)):
+            weight.pack(blocks[: count - first], part, first, team)
+    return weight
 
 
 def build(cpu: ModuleType, options: KernelsConfig, steps: list[Step]) -> Profiled:
@@ -95,8 +133,10 @@ def build(cpu: ModuleType, options: KernelsConfig, steps: list[Step]) -> Profile
     model = build_model(model_config(options.shape))
     config = model.config
     check_steps(options, config.max_position_embeddings)
-    spec = Recorder(max_model_len=config.max_position_embeddings).record(model)
-    check_memory(spec, steps, options.dtype, available_memory_bytes())
+    planned = planned_formats(cpu, model.parameters(), options)
+    recorded = Recorder(max_model_len=config.max_position_embeddings).record(model)
+    spec = resolve_inputs(recorded, planned.matrices)
+    check_memory(spec, steps, available_memory_bytes())
     num_blocks = max(step.num_blocks(BLOCK_SIZE) for step in steps)
     if num_blocks * BLOCK_SIZE > MAX_SLOTS:
         raise ConfigError(
@@ -104,9 +144,9 @@ def build(cpu: ModuleType, options: KernelsConfig, steps: list[Step]) -> Profile
             f"got {num_blocks * BLOCK_SIZE}"
         )
     team = cpu.Team(options.threads or num_usable_cores())
-    weights = random_weights(cpu, model.parameters(), options.dtype, team)
+    weights = random_weights(cpu, model.parameters(), options.dtype, options.weight_format, team)
     cache = cpu.KvCache(
-        options.dtype,
+        planned.kv_dtype,
         num_blocks,
         config.num_hidden_layers,
         config.num_key_value_heads,
@@ -120,8 +160,7 @@ def build(cpu: ModuleType, options: KernelsConfig, steps: list[Step]) -> Profile
         team,
         spec,
         program,
-        options.dtype,
-        input_dtype(weights),
+        ModelFormats.loaded(weights, cache.dtype),
         config.vocab_size,
         BLOCK_SIZE,
     )
@@ -147,7 +186,9 @@ def extension(isa: str) -> ModuleType:
 def bench_kernels(options: KernelsConfig) -> int:
     cpu = extension(options.isa)
     steps = steps_of(options)
-    measured = profile(build(cpu, options, steps), steps, options.rounds)
+    profiled = build(cpu, options, steps)
+    measured = profile(profiled, steps, options.rounds)
     details = {"config": msgspec.to_builtins(options), "isa": cpu.isa()}
-    print_profile("kernels", f"{options.shape}, {options.dtype}, {cpu.isa()}", measured, details)
+    title = f"{options.shape}, {profiled.formats.describe()}, {cpu.isa()}"
+    print_profile("kernels", title, measured, details)
     return 0

@@ -148,7 +148,7 @@ def run(
                 "medians": middle,
                 "rounds": rounds,
             }
-            title = f"{engine_config.model_id}, {engine.info.dtype}, {engine.info.ops}"
+            title = f"{engine_config.model_id}, {engine.info.formats}, {engine.info.ops}"
             print_report(benchmark, title, rows, details)
 
     try:

@@ -90,8 +90,16 @@ class KernelsConfig(StepsConfig, frozen=True, kw_only=True):
     """A model of random weights, op by op, beside what the machine can do."""
 
     dtype: Annotated[
-        Literal["bfloat16", "float32"], Meta(description="of weights and KV cache")
+        Literal["bfloat16", "float32"], Meta(description="of weights that aren't quantized and KV")
     ] = "bfloat16"
+    weight_format: Annotated[
+        Literal["none", "int8", "Q4_0", "Q4_1", "Q8_0"],
+        Meta(description="of quantized matrices (none: of dtype)"),
+    ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "bfloat16", "float32", "int8"],
+        Meta(description="of keys and values; auto is dtype"),
+    ] = "auto"
     shape: Annotated[
         Literal["small", "large"],
         Meta(description="that of a model of 135 million parameters, or of 1.1 billion"),

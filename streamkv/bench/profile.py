@@ -17,8 +17,9 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..runner.cost import Cost, StepShape, cost_of, counted, label
+from ..runner.formats import ModelFormats
 from ..runner.kv_cache import format_bytes
-from ..runner.program import DTYPE_BYTES, Linear, LinearSiluMul, PagedAttention, ProgramSpec
+from ..runner.program import Linear, LinearSiluMul, Op, PagedAttention, ProgramSpec
 from .options import StepsConfig
 from .peaks import Peaks, best_of, measure_peaks, shown
 from .report import Figures, print_report
@@ -72,11 +73,9 @@ def check_steps(options: StepsConfig, max_model_len: int) -> None:
             )
 
 
-def check_memory(
-    spec: ProgramSpec, steps: Sequence[Step], input_dtype: str, free_bytes: int
-) -> None:
+def check_memory(spec: ProgramSpec, steps: Sequence[Step], free_bytes: int) -> None:
     """ConfigError for a step whose activations don't fit in the memory."""
-    layout = spec.layout(DTYPE_BYTES[input_dtype])
+    layout = spec.layout()
     for step in steps:
         num_bytes = step.num_tokens * layout.bytes_per_token
         num_bytes += len(step.rows) * layout.bytes_per_logit_row
@@ -92,10 +91,9 @@ class Profiled(NamedTuple):
 
     cpu: ModuleType
     team: Any  # _cpu.Team
-    spec: ProgramSpec
+    spec: ProgramSpec  # its inputs resolved
     program: Any  # _cpu.Program of the spec
-    dtype: str  # of weights and KV cache
-    input_dtype: str  # of the left sides of products
+    formats: ModelFormats
     vocab_size: int
     block_size: int
 
@@ -152,24 +150,38 @@ def time_step(profiled: Profiled, step: Step) -> dict[OpName, float]:
     return times
 
 
-def step_costs(profiled: Profiled, step: Step) -> dict[OpName, Cost]:
-    """The layers' together."""
+class Bounds(NamedTuple):
+    """Of the ops of one name together."""
+
+    cost: Cost
+    least_s: float  # the least time that the machine allows
+
+
+def step_bounds(profiled: Profiled, step: Step, peaks: Peaks) -> dict[OpName, Bounds]:
     shape = StepShape.of_rows(step.rows, len(step.rows))
-    input_bytes = DTYPE_BYTES[profiled.input_dtype]
-    costs: dict[OpName, Cost] = {}
+    bounds: dict[OpName, Bounds] = {}
     for name, op in zip(op_names(profiled.spec), profiled.spec.ops, strict=True):
-        cost = cost_of(profiled.spec, op, shape, dtype=profiled.dtype, input_bytes=input_bytes)
-        costs[name] = costs.get(name, Cost(0, 0)).plus(cost)
-    return costs
+        cost = cost_of(profiled.spec, op, shape, profiled.formats)
+        before = bounds.get(name, Bounds(Cost(0, 0), 0.0))
+        least_s = limit_s(op.name, cost, peaks, product_dtype(profiled.spec, op))
+        bounds[name] = Bounds(before.cost.plus(cost), before.least_s + least_s)
+    return bounds
 
 
-def limit_s(op: str, cost: Cost, peaks: Peaks, input_dtype: str) -> float:
-    """The least time that the machine allows. Weights and contexts come from memory, what other
-    ops move was written a moment before and is in the cache of a thread."""
+def product_dtype(spec: ProgramSpec, op: Op) -> str:
+    """Of what an op multiplies: the inputs of a product, else float32."""
+    if isinstance(op, (Linear, LinearSiluMul)):
+        return spec.buffers[op.x].dtype
+    return "float32"
+
+
+def limit_s(op: str, cost: Cost, peaks: Peaks, dtype: str) -> float:
+    """The least time for an op that multiplies numbers of `dtype`. Weights and contexts come from
+    memory, what other ops move was written a moment before and is in the cache of a thread."""
     from_memory = op in (Linear.name, LinearSiluMul.name, PagedAttention.name)
     bandwidth = peaks.memory if from_memory else peaks.own_cache
-    is_dot = input_dtype == "bfloat16" and op != PagedAttention.name
-    operations = peaks.bf16_dot if is_dot and peaks.bf16_dot else peaks.fma
+    dots = {"bfloat16": peaks.bf16_dot, "int8": peaks.int8_dot}
+    operations = dots.get(dtype) or peaks.fma
     return max(cost.num_bytes / bandwidth, cost.num_operations / operations)
 
 
@@ -205,8 +217,7 @@ def _rows(
 ) -> list[tuple[str, Figures]]:
     whole_s = sum(times.values())
     rows, least_s, everything = [], 0.0, Cost(0, 0)
-    for (op, of), cost in step_costs(profiled, step).items():
-        limit = limit_s(op, cost, peaks, profiled.input_dtype)
+    for (op, of), (cost, limit) in step_bounds(profiled, step, peaks).items():
         seconds = times[op, of]
         rows.append((f"{op} {of}", _figures(cost, seconds, limit, whole_s)))
         least_s, everything = least_s + limit, everything.plus(cost)

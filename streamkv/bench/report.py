@@ -34,8 +34,12 @@ def table(title: str, rows: Sequence[tuple[str, Figures]]) -> str:
         [name, *(number(figures[key]) if key in figures else "" for key in columns)]
         for name, figures in rows
     ]
-    lines = [[title, *columns], *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
+    return aligned([[title, *columns], *cells])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells under each other: the first of a line to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
             [line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])],

@@ -397,7 +397,7 @@ class AsyncEngine:
             "%s is ready on %s: %s, %d KV blocks of %d tokens (%d tokens), context %d, ops: %s",
             self.model_ids[0],
             info.device,
-            info.dtype,
+            info.formats,
             info.num_blocks,
             info.block_size,
             info.num_blocks * info.block_size,

@@ -59,7 +59,7 @@ def build_model(
     checkpoint = resolve_checkpoint(config.model, progress)
     if tokenizer is None:
         progress("reading the tokenizer", 0.0)
-        tokenizer = _read_tokenizer(checkpoint)
+        tokenizer = read_tokenizer(checkpoint)
     if runner is None:
         progress("importing the runner", 0.0)
         from ..runner.select import build_runner
@@ -68,7 +68,8 @@ def build_model(
     return Model(runner, tokenizer)
 
 
-def _read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that a checkpoint brings. ModelLoadError."""
     if checkpoint.kind == "huggingface":
         return Tokenizer.from_folder(checkpoint.path)
     from ..weights.gguf import GGUFFile

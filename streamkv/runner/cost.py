@@ -1,8 +1,9 @@
 """What a program costs: bytes moved and operations of each op, for a step of any shape.
 
-Owns the model, not the measuring. Knows no machine. Invariant: the numbers follow from the spec and
-the step alone: each weight is read once in a step, each activation once where it is read and once
-where it is written, each row's context once. What caches save isn't in it.
+Owns the model, not the measuring. Knows no machine. Invariant: the numbers follow from the spec
+(its inputs resolved), the formats and the step alone: each weight is read once in a step, each
+activation once where it is read and once where it is written, each row's context once. What caches
+save isn't in it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..ops import Parameter
+from ..ops import AttentionShape, Parameter
+from .formats import ModelFormats
+from .kv_cache import kv_token_bytes
 from .program import (
     ACTIVATION_BYTES,
-    DTYPE_BYTES,
     Embedding,
     Extent,
     Linear,
@@ -22,6 +24,7 @@ from .program import (
     Op,
     PagedAttention,
     ProgramSpec,
+    Quantize,
     RmsNorm,
     Rotary,
     SelectRows,
@@ -61,25 +64,26 @@ class Cost(NamedTuple):
         return Cost(self.num_bytes + other.num_bytes, self.num_operations + other.num_operations)
 
 
-def cost_of(
-    spec: ProgramSpec, op: Op, step: StepShape, *, dtype: str = "bfloat16", input_bytes: int = 4
-) -> Cost:
-    """`dtype` is that of the weights and the KV cache. An op without rows costs nothing."""
-    weight_bytes = DTYPE_BYTES[dtype]
+def cost_of(spec: ProgramSpec, op: Op, step: StepShape, formats: ModelFormats) -> Cost:
+    """An op without rows costs nothing."""
     if not isinstance(op, StoreKv) and not _num_rows(spec, op.out, step):
         return Cost(0, 0)
 
     def moved(*buffers: int) -> int:
         return sum(
-            _num_rows(spec, index, step) * spec.buffers[index].row_bytes(input_bytes)
+            _num_rows(spec, index, step) * spec.buffers[index].row_bytes
             for index in buffers
             if index >= 0
         )
 
+    def kv_bytes(num_tokens: int, shape: AttentionShape) -> int:
+        each = kv_token_bytes(shape.num_kv_heads, shape.head_dim, formats.kv_dtype)
+        return num_tokens * each
+
     match op:
         case Embedding():
-            width = op.weight.shape[1]
-            return Cost(step.num_tokens * width * weight_bytes + moved(op.out), 0)
+            row_bytes = formats.matrices[op.weight.name].num_bytes // op.weight.shape[0]
+            return Cost(step.num_tokens * row_bytes + moved(op.out), 0)
         case RmsNorm():
             (width,) = op.weight.shape
             num_values = _num_rows(spec, op.x, step) * width
@@ -89,7 +93,7 @@ def cost_of(
             residual = op.residual if isinstance(op, Linear) else -1
             vector = outputs * ACTIVATION_BYTES if op.bias is not None else 0
             return Cost(
-                outputs * depth * weight_bytes + vector + moved(op.x, residual, op.out),
+                formats.matrices[op.weight.name].num_bytes + vector + moved(op.x, residual, op.out),
                 2 * _num_rows(spec, op.x, step) * outputs * depth,
             )
         case Rotary():
@@ -98,16 +102,19 @@ def cost_of(
             return Cost(moved(op.x, op.out) + table, 3 * step.num_tokens * width)
         case StoreKv():
             width = 2 * op.shape.num_kv_heads * op.shape.head_dim
-            return Cost(step.num_tokens * width * (ACTIVATION_BYTES + weight_bytes), 0)
+            read = step.num_tokens * width * ACTIVATION_BYTES
+            return Cost(read + kv_bytes(step.num_tokens, op.shape), 0)
         case PagedAttention():
-            width = 2 * op.shape.num_kv_heads * op.shape.head_dim
             queries = step.num_tokens * op.shape.q_width * ACTIVATION_BYTES
-            context = step.context_tokens * width * weight_bytes
+            context = kv_bytes(step.context_tokens, op.shape)
             return Cost(
                 queries + context + moved(op.out), 4 * step.attended_tokens * op.shape.q_width
             )
         case SelectRows():
             return Cost(2 * moved(op.out), 0)
+        case Quantize():
+            num_values = _num_rows(spec, op.x, step) * spec.buffers[op.x].width
+            return Cost(moved(op.x, op.out), 2 * num_values)
 
 
 def _num_rows(spec: ProgramSpec, buffer: int, step: StepShape) -> int:
@@ -123,7 +130,7 @@ def label(op: Op) -> str:
     if isinstance(op, (Rotary, StoreKv, PagedAttention)):
         shape = op.shape
         return f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
-    return "rows that want logits"
+    return "to int8" if isinstance(op, Quantize) else "rows that want logits"
 
 
 def counted(number: int, noun: str) -> str:
@@ -137,8 +144,7 @@ def describe(
     num_tokens: int,
     num_logit_rows: int,
     context: int,
-    dtype: str = "bfloat16",
-    input_bytes: int = 4,
+    formats: ModelFormats,
 ) -> str:
     """A table of what a step costs, ops of all layers together.
 
@@ -150,19 +156,20 @@ def describe(
     step = StepShape.of_rows([(count, max(context, count)) for count in counts], num_logit_rows)
     groups: dict[tuple[str, str], list[Cost]] = {}
     for op in spec.ops:
-        cost = cost_of(spec, op, step, dtype=dtype, input_bytes=input_bytes)
+        cost = cost_of(spec, op, step, formats)
         groups.setdefault((op.name, label(op)), []).append(cost)
     totals = {key: _sum(costs) for key, costs in groups.items()}
     everything = _sum(totals.values())
     name_width = max(len(f"{name} {of}") for name, of in groups)
-    layout = spec.layout(input_bytes)
+    layout = spec.layout()
     lines = [
         f"{counted(len(spec.ops), 'op')}, {counted(len(spec.buffers), 'buffer')}, "
         f"arena {layout.bytes_per_token:,} bytes per token and {layout.bytes_per_logit_row:,} per "
         "logit row",
         f"a step of {counted(num_tokens, 'token')} in {counted(num_rows, 'row')} with "
         f"{counted(context, 'token')} of context, "
-        f"{num_logit_rows} want{'s' if num_logit_rows == 1 else ''} logits, {dtype}:",
+        f"{num_logit_rows} want{'s' if num_logit_rows == 1 else ''} logits, "
+        f"{formats.describe()}:",
         f"{'op':{name_width}}  times {'MB':>10} {'MFLOP':>10} {'FLOP/byte':>10}",
     ]
     for (name, of), total in totals.items():

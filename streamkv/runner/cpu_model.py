@@ -22,14 +22,16 @@ from ..models.llama import LlamaForCausalLM
 from ..ops.cpu_count import num_usable_cores
 from ..ops.extension import load_extension
 from ..protocol import RunnerInfo
+from ..weights.formats import QUANTIZED, Quantization, packed_bytes, planned_formats
 from ..weights.hub import Checkpoint
 from ..weights.loader import (
-    ITEM_BYTES,
     PackedWeights,
+    WeightSource,
+    check_names_and_shapes,
     load_packed,
     open_checkpoint,
-    packed_bytes,
 )
+from .formats import ModelFormats
 from .kv_cache import (
     CPU_LIMIT_BYTES,
     KVCachePlan,
@@ -42,6 +44,8 @@ from .kv_cache import (
 )
 
 DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
+# What a checkpoint may have for these to be kept though they were asked for.
+KEPT = {"int8": {"Q8_0"}, "int4": {"Q4_0", "Q4_1", "Q4_K"}}
 
 Progress = Callable[[str, float], None]
 
@@ -55,7 +59,11 @@ class CpuModel(NamedTuple):
     team: Any  # _cpu.Team
     weights: PackedWeights
     cache: Any  # _cpu.KvCache
-    dtype: str
+    dtype: str  # of weights that aren't quantized
+
+    @property
+    def formats(self) -> ModelFormats:
+        return ModelFormats.loaded(self.weights, self.cache.dtype)
 
     def runner(self, config: EngineConfig, program: Any, logits_buffer: int) -> Any:
         """A _cpu.Runner of this model. `program` may be None, for the halves around a forward."""
@@ -92,6 +100,7 @@ class CpuModel(NamedTuple):
         return RunnerInfo(
             device="cpu",
             dtype=self.dtype,
+            formats=self.formats.describe(),
             max_model_len=self.plan.max_model_len,
             vocab_size=self.model.config.vocab_size,
             block_size=self.plan.block_size,
@@ -110,50 +119,109 @@ def load_cpu_model(
     Raises ModelLoadError for what is wrong with the checkpoint and ConfigError for what is wrong
     with the wishes; what was reserved before that is the caller's to release.
     """
-    cpu, dtype = load_extension(), DTYPES[config.dtype]
+    cpu = load_extension()
     num_threads = config.threads or num_usable_cores()
     share.measure(available_memory_bytes)
     progress("opening checkpoint", 0.0)
     source = open_checkpoint(checkpoint)
     try:
         model = build_model(ModelConfig.from_dict(source.config))
-        parameters = list(model.parameters())
-        share.reserve("weights", packed_bytes(parameters, dtype))
         with _explained("the weights"), _explained_threads(num_threads):
-            weights = load_packed(
-                cpu,
-                source,
-                parameters,
-                dtype=dtype,
-                num_threads=num_threads,
-                progress=lambda fraction: progress("loading weights", fraction),
-            )
+            weights = _load_weights(cpu, source, model, config, num_threads, share, progress)
     finally:
         source.close()
     progress("allocating KV cache", 1.0)
+    plan, cache = _take_kv_cache(cpu, config, model.config, share)
+    progress("starting threads", 1.0)
+    with _explained_threads(num_threads, has_only_threads=True):
+        team = cpu.Team(num_threads)
+    progress("preparing steps", 1.0)
+    return CpuModel(cpu, model, plan, team, weights, cache, DTYPES[config.dtype])
+
+
+def _load_weights(
+    cpu: ModuleType,
+    source: WeightSource,
+    model: LlamaForCausalLM,
+    config: EngineConfig,
+    num_threads: int,
+    share: MemoryShare,
+    progress: Progress,
+) -> PackedWeights:
+    dtype, parameters = DTYPES[config.dtype], list(model.parameters())
+    check_names_and_shapes(source, parameters)
+    quantization = effective_quantization(config, source, model)
+    formats = planned_formats(source, parameters, dtype=dtype, quantization=quantization)
+    share.reserve("weights", packed_bytes(parameters, formats))
+    return load_packed(
+        cpu,
+        source,
+        parameters,
+        dtype=dtype,
+        quantization=quantization,
+        packed_cache_gib=config.packed_cache_gib,
+        num_threads=num_threads,
+        progress=lambda fraction: progress("loading weights", fraction),
+    )
+
+
+def effective_quantization(
+    config: EngineConfig, source: WeightSource, model: LlamaForCausalLM
+) -> Quantization:
+    """What to do with these weights: keep their formats (auto), make floats of them (none), or
+    quantize floats. ConfigError for wishes that the checkpoint doesn't allow. Names were checked.
+    """
+    asked = config.quantization
+    if asked == "none" or (asked == "auto" and config.dtype == "float32"):
+        return "none"
+    tables = (model.embed_tokens, model.lm_head)
+    matrices = [one for one in model.parameters() if len(one.shape) == 2]
+    stored = {one: {source.format(name) for name, _ in one.parts} for one in matrices}
+    every = set().union(*stored.values())
+    in_layers = set().union(*(stored[one] for one in matrices if one not in tables))
+    if asked == "auto" or every.isdisjoint(QUANTIZED):
+        return asked
+    if in_layers <= KEPT[asked]:
+        return "auto"
+    raise ConfigError(
+        f"--quantization {asked}: expected a checkpoint of floats, got one of "
+        f"{' + '.join(sorted(every))}; leave --quantization out to keep what it has, or give the "
+        "checkpoint it was made from"
+    )
+
+
+def kv_dtype_of(config: EngineConfig) -> str:
+    """Of keys and values."""
+    asked = config.kv_cache_dtype
+    return DTYPES[config.dtype] if asked == "auto" else asked
+
+
+def _take_kv_cache(
+    cpu: ModuleType, config: EngineConfig, model_config: ModelConfig, share: MemoryShare
+) -> tuple[KVCachePlan, Any]:
+    def allocate(num_blocks: int) -> Any:
+        return cpu.KvCache(  # pages are committed when a block is first written
+            kv_dtype_of(config),
+            num_blocks,
+            model_config.num_hidden_layers,
+            model_config.num_key_value_heads,
+            config.block_size,
+            model_config.head_dim,
+        )
+
+    with _explained("a KV block"):
+        block_bytes = allocate(1).block_bytes
     plan = plan_memory(
         config,
-        model.config,
-        item_bytes=ITEM_BYTES[dtype],
+        model_config,
+        block_bytes=block_bytes,
         free_bytes=share.free_bytes,
         limit_bytes=CPU_LIMIT_BYTES,
     )
     # One block, and an override, are given whatever is left.
     share.reserve("KV cache", plan.num_bytes, overcommit=True)
     with _explained(f"{plan.num_blocks} KV blocks ({format_bytes(plan.num_bytes)})"):
-        cache = cpu.KvCache(  # pages are committed when a block is first written
-            dtype,
-            plan.num_blocks,
-            model.config.num_hidden_layers,
-            model.config.num_key_value_heads,
-            plan.block_size,
-            model.config.head_dim,
-        )
-    progress("starting threads", 1.0)
-    with _explained_threads(num_threads, has_only_threads=True):
-        team = cpu.Team(num_threads)
-    progress("preparing steps", 1.0)
-    return CpuModel(cpu, model, plan, team, weights, cache, dtype)
+        return plan, allocate(plan.num_blocks)
 
 
 @contextlib.contextmanager

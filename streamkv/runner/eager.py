@@ -1,13 +1,14 @@
 """Eager: runs each op of a model's forward at once on the native kernels, for debugging.
 
 Owns the binding of names to weights and of a Rope to its table. Values are numpy arrays that can
-be looked at between any two ops. Imports no torch. Invariant: the bits are those of the recorded
-program, which runs the same kernels.
+be looked at between any two ops, but for inputs of products (`Inputs`), which are computed when a
+product says what it takes. Imports no torch. Invariant: the bits are those of the recorded program,
+which runs the same kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,27 @@ from numpy.typing import NDArray
 
 from ..models.rope import rope_table
 from ..ops import AttentionShape, Batch, Parameter, Rope
-from .recorder import input_dtype
+from .inputs import attention_makes, gating_makes
 
-Array = NDArray[Any]  # float32, or uint16 bits of bfloat16
+Array = NDArray[Any]  # float32; of inputs also uint16 bits of bfloat16, uint8 groups of int8
+
+
+class Inputs:
+    """What an op gives to products: computed for each dtype that one of them takes."""
+
+    def __init__(self, make: Callable[[str], Array]) -> None:
+        self._make = make
+        self._made: dict[str, Array] = {}
+
+    def as_dtype(self, dtype: str) -> Array:
+        if dtype not in self._made:
+            self._made[dtype] = self._make(dtype)
+        return self._made[dtype]
 
 
 class Eager:
-    """Implements `ops.Ops` on arrays, over a `_cpu.Team`, packed weights and a `_cpu.KvCache`."""
+    """Implements `ops.Ops` on arrays, over a `_cpu.Team`, weights of either kind by parameter name
+    and a `_cpu.KvCache`."""
 
     def __init__(
         self, team: Any, weights: Mapping[str, Any], cache: Any, *, max_model_len: int
@@ -32,7 +47,6 @@ class Eager:
         self._team = team
         self._weights = weights
         self._cache = cache
-        self._input_dtype = input_dtype(weights)
         self._max_model_len = max_model_len
         self._rope_tables: dict[Rope, Array] = {}
         self._native_batch: tuple[Batch, Any] | None = None
@@ -40,26 +54,33 @@ class Eager:
     def embedding(self, token_ids: Array, weight: Parameter) -> Array:
         return self._cpu.ops.embedding(self._team, token_ids, self._weights[weight.name])
 
-    def rms_norm(self, x: Array, weight: Parameter, eps: float) -> Array:
-        return self._cpu.ops.rms_norm(
-            self._team, x, self._weights[weight.name], eps, self._input_dtype
-        )
+    def rms_norm(self, x: Array, weight: Parameter, eps: float) -> Inputs:
+        norm = self._weights[weight.name]
+        return Inputs(lambda dtype: self._cpu.ops.rms_norm(self._team, x, norm, eps, dtype))
 
     def linear(
         self,
-        x: Array,
+        x: Inputs,
         weight: Parameter,
         bias: Parameter | None = None,
         residual: Array | None = None,
     ) -> Array:
-        return self._cpu.ops.linear(
-            self._team, x, self._weights[weight.name], self._find(bias), residual
-        )
+        matrix = self._weights[weight.name]
+        taken = x.as_dtype(matrix.input_dtype)
+        return self._cpu.ops.linear(self._team, taken, matrix, self._find(bias), residual)
 
-    def linear_silu_mul(self, x: Array, weight: Parameter, bias: Parameter | None = None) -> Array:
-        return self._cpu.ops.linear_silu_mul(
-            self._team, x, self._weights[weight.name], self._find(bias)
-        )
+    def linear_silu_mul(
+        self, x: Inputs, weight: Parameter, bias: Parameter | None = None
+    ) -> Inputs:
+        matrix = self._weights[weight.name]
+        taken = x.as_dtype(matrix.input_dtype)
+
+        def make(dtype: str) -> Array:
+            return self._cpu.ops.linear_silu_mul(
+                self._team, taken, matrix, self._find(bias), out_dtype=dtype
+            )
+
+        return self._quantized_after(make, lambda dtype: gating_makes(dtype, matrix))
 
     def rotary(self, qkv: Array, positions: Array, rope: Rope, shape: AttentionShape) -> Array:
         table = self._rope_tables.get(rope)
@@ -75,20 +96,28 @@ class Eager:
 
     def paged_attention(
         self, qkv: Array, batch: Batch, layer: int, shape: AttentionShape, scale: float
-    ) -> Array:
-        return self._cpu.ops.paged_attention(
-            self._team,
-            qkv,
-            self._cache,
-            self._as_native(batch),
-            layer,
-            shape.num_heads,
-            scale,
-            self._input_dtype,
-        )
+    ) -> Inputs:
+        native_batch = self._as_native(batch)
+
+        def make(dtype: str) -> Array:
+            return self._cpu.ops.paged_attention(
+                self._team, qkv, self._cache, native_batch, layer, shape.num_heads, scale, dtype
+            )
+
+        return self._quantized_after(make, lambda dtype: attention_makes(dtype, shape))
 
     def select_rows(self, x: Array, rows: Array) -> Array:
         return self._cpu.ops.select_rows(self._team, x, rows)
+
+    def _quantized_after(
+        self, make: Callable[[str], Array], makes: Callable[[str], bool]
+    ) -> Inputs:
+        """Of an op that may not make int8: then they are made of its float32."""
+        return Inputs(
+            lambda dtype: (
+                make(dtype) if makes(dtype) else self._cpu.ops.quantize(self._team, make("float32"))
+            )
+        )
 
     def _as_native(self, batch: Batch) -> Any:
         """The batch as a `_cpu.Batch`, made once for all layers."""

@@ -24,6 +24,8 @@ MAX_SLOTS = 2**31 - 1  # kernels number them in int32
 # half a second is as much as streams should see: 16 million tokens at the usual block size.
 MAX_BLOCKS = 1 << 20
 MIN_MODEL_LEN = 2  # a token of prompt and one of answer
+KV_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+KV_SCALE_BYTES = 4  # of int8, for each token and head, of keys as of values
 
 
 class KVCachePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +33,7 @@ class KVCachePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     block_size: int  # tokens
-    block_bytes: int  # all layers
+    block_bytes: int  # all layers, as the cache lays them out
     max_model_len: int
 
     @property
@@ -112,6 +114,12 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:,.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.1f} {unit}"
 
 
+def kv_token_bytes(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """What the keys and values of a token take in one layer."""
+    scale_bytes = KV_SCALE_BYTES if dtype == "int8" else 0
+    return 2 * num_kv_heads * (head_dim * KV_VALUE_BYTES[dtype] + scale_bytes)
+
+
 def max_step_tokens(config: EngineConfig, max_model_len: int) -> int:
     """The most tokens that a step can have: no more than all sequences together."""
     return min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
@@ -131,11 +139,11 @@ def plan_memory(
     config: EngineConfig,
     model_config: ModelConfig,
     *,
-    item_bytes: int,
+    block_bytes: int,
     free_bytes: int,
     limit_bytes: int | None,
 ) -> KVCachePlan:
-    """The KV cache that fits beside the largest step. `item_bytes`: of a number in the cache."""
+    """The KV cache that fits beside the largest step."""
     workspace = workspace_bytes(config, model_config)
     if workspace > free_bytes and not config.num_gpu_blocks_override:
         raise ConfigError(
@@ -143,11 +151,10 @@ def plan_memory(
             f"{format_bytes(free_bytes)} are free: lower --max-num-batched-tokens "
             f"({config.max_num_batched_tokens}) or --max-num-seqs ({config.max_num_seqs})"
         )
-    kv_values = 2 * model_config.num_key_value_heads * model_config.head_dim  # a token's, a layer
     return plan_kv_cache(
         free_bytes=max(0, free_bytes - workspace),
         limit_bytes=limit_bytes,
-        kv_bytes_per_token=model_config.num_hidden_layers * kv_values * item_bytes,
+        block_bytes=block_bytes,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
@@ -160,7 +167,7 @@ def plan_kv_cache(
     *,
     free_bytes: int,
     limit_bytes: int | None,
-    kv_bytes_per_token: int,
+    block_bytes: int,
     block_size: int,
     max_num_seqs: int,
     max_model_len: int,
@@ -185,7 +192,6 @@ def plan_kv_cache(
             f"checkpoint, got {max_model_len}"
         )
     length = max_model_len or max_position_embeddings
-    block_bytes = kv_bytes_per_token * block_size
     blocks_per_sequence = -(-length // block_size)
     max_blocks = min(MAX_BLOCKS, MAX_SLOTS // block_size)
     if num_blocks_override > max_blocks:

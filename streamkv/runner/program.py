@@ -8,6 +8,9 @@ A buffer has a row per token or per row that wants logits, and each kind has its
 place is counted in bytes per row of the region: with T tokens a buffer lies at place * T, so what
 is disjoint for one token is disjoint for any number. Places are multiples of 64, so that buffers
 are aligned whatever T is.
+
+What the inputs of products are depends on the weights: a spec is recorded without knowing
+(INPUT), and inputs.py fills it in.
 """
 
 from __future__ import annotations
@@ -24,7 +27,20 @@ ACTIVATION_BYTES = 4  # float32
 NO_BUFFER = -1
 OPERANDS = ("x", "residual", "out")  # the fields of ops that name buffers
 
+INPUT = "input"  # of a buffer: what the products that read it take, not yet known
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# int8 inputs come in groups of so many values that share a scale (quantized.h).
+GROUP_VALUES = 32
+GROUP_BYTES = 44
+
+
+def row_bytes(dtype: str, width: int) -> int:
+    """Of `width` values as an op gives or takes them."""
+    if dtype == "int8":
+        return -(-width // GROUP_VALUES) * GROUP_BYTES
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"buffer: expected a dtype of values, got {dtype!r}: resolve inputs first")
+    return width * DTYPE_BYTES[dtype]
 
 
 class Extent(Enum):
@@ -36,14 +52,15 @@ class Extent(Enum):
 
 @dataclass(frozen=True)
 class Buffer:
-    """Rows of `width` values: float32, or if `is_input` what matrix products take."""
+    """Rows of `width` values: float32, or what products take: any dtype, INPUT until then."""
 
     extent: Extent
     width: int
-    is_input: bool
+    dtype: str
 
-    def row_bytes(self, input_bytes: int) -> int:
-        return self.width * (input_bytes if self.is_input else ACTIVATION_BYTES)
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.dtype, self.width)
 
 
 # One class for each op of the vocabulary. `x`, `residual` and `out` are indices of buffers; what
@@ -120,8 +137,21 @@ class SelectRows:
     out: int
 
 
-Op = Embedding | RmsNorm | Linear | LinearSiluMul | Rotary | StoreKv | PagedAttention | SelectRows
-OP_TYPES: tuple[type[Op], ...] = (
+@dataclass(frozen=True)
+class Quantize:
+    """No model asks for it: it makes int8 inputs of what an op gives that can't make them."""
+
+    name: ClassVar[str] = "quantize"
+    x: int
+    out: int
+
+
+# What models ask for.
+ModelOp = (
+    Embedding | RmsNorm | Linear | LinearSiluMul | Rotary | StoreKv | PagedAttention | SelectRows
+)
+Op = ModelOp | Quantize
+OP_TYPES: tuple[type[ModelOp], ...] = (
     Embedding,
     RmsNorm,
     Linear,
@@ -142,7 +172,7 @@ def buffers_of(op: Op) -> Iterator[int]:
 
 
 class Layout(NamedTuple):
-    """Where each buffer of a program lies, for one size of inputs."""
+    """Where each buffer of a program lies."""
 
     row_bytes: tuple[int, ...]  # of each buffer
     places: tuple[int, ...]  # of each buffer
@@ -169,10 +199,11 @@ class ProgramSpec:
         last[self.logits] = len(self.ops)
         return [(first[buffer], last[buffer]) for buffer in range(len(self.buffers))]
 
-    def layout(self, input_bytes: int) -> Layout:
-        """Each buffer gets the lowest place that is free while it lives, in order of birth."""
+    def layout(self) -> Layout:
+        """Each buffer gets the lowest place that is free while it lives, in order of birth.
+        ValueError if there are INPUTs."""
         lifetimes = self.lifetimes()
-        row_bytes = [buffer.row_bytes(input_bytes) for buffer in self.buffers]
+        row_bytes = [buffer.row_bytes for buffer in self.buffers]
         places = [0] * len(self.buffers)
         ends = dict.fromkeys(Extent, 0)
         living: dict[Extent, list[int]] = {extent: [] for extent in Extent}

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from ..models.rope import rope_table
 from ..ops import AttentionShape, Batch, Handle, Ops, Parameter, Rope
+from .inputs import resolve_inputs
 from .program import (
-    DTYPE_BYTES,
+    INPUT,
     NO_BUFFER,
     OPERANDS,
     Buffer,
@@ -29,6 +30,7 @@ from .program import (
     Op,
     PagedAttention,
     ProgramSpec,
+    Quantize,
     RmsNorm,
     Rotary,
     SelectRows,
@@ -76,7 +78,8 @@ class Recorder:
         self._values: list[Value] = []
 
     def record(self, model: Model) -> ProgramSpec:
-        """The model's forward and logits as a program. ValueError if the model misuses an op."""
+        """The model's forward and logits as a program whose inputs of products are INPUT.
+        ValueError if the model misuses an op."""
         self._ops, self._values = [], []
         logits = model.logits(self, model.forward(self, BATCH))
         _check("logits", "the model", logits, is_input=False)
@@ -154,7 +157,7 @@ class Recorder:
         return out
 
     def _value(self, extent: Extent, width: int, *, is_input: bool = False) -> Value:
-        value = Value(len(self._values), Buffer(extent, width, is_input))
+        value = Value(len(self._values), Buffer(extent, width, INPUT if is_input else "float32"))
         self._values.append(value)
         return value
 
@@ -166,7 +169,7 @@ def _check(
     expected = f"{kind} of width {width}" if width is not None else kind
     if not isinstance(value, Value):
         raise _unexpected(op, argument, expected, value)
-    if value.buffer.is_input is not is_input or width not in (None, value.buffer.width):
+    if (value.buffer.dtype == INPUT) is not is_input or width not in (None, value.buffer.width):
         raise _unexpected(op, argument, expected, value.buffer)
 
 
@@ -233,48 +236,54 @@ def _may_be_overwritten_by(op: Op) -> int:
 def build_program(spec: ProgramSpec, weights: Mapping[str, Any], cache: Any) -> Any:
     """The spec as a `_cpu.Program` over a `_cpu.KvCache`; its buffers have the spec's indices.
 
-    `weights` holds a `_cpu.PackedWeight` for each matrix and a float32 array for each vector, by
-    parameter name.
+    `weights` holds a `_cpu.PackedWeight` or `_cpu.QuantizedWeight` for each matrix and a float32
+    array for each vector, by parameter name. Inputs are resolved by them.
     """
     from streamkv import _cpu
 
+    spec = resolve_inputs(spec, weights)
     program = _cpu.Program(cache)
-    layout = spec.layout(DTYPE_BYTES[input_dtype(weights)])
-    _add_buffers(program, spec, layout)
+    _add_buffers(program, spec, spec.layout())
     tables: dict[tuple[Rope, int], Any] = {}
     for op in spec.ops:
-        match op:
-            case Embedding():
-                program.add_embedding(weights[op.weight.name], op.out)
-            case RmsNorm():
-                program.add_rms_norm(op.x, weights[op.weight.name], op.eps, op.out)
-            case Linear():
-                weight, bias = weights[op.weight.name], _find(weights, op.bias)
-                program.add_linear(op.x, weight, bias, op.residual, out=op.out)
-            case LinearSiluMul():
-                weight, bias = weights[op.weight.name], _find(weights, op.bias)
-                program.add_linear_silu_mul(op.x, weight, bias, op.out)
-            case Rotary():
-                key = (op.rope, op.num_positions)
-                if key not in tables:
-                    tables[key] = rope_table(*key)
-                shape = op.shape
-                program.add_rotary(op.x, tables[key], shape.num_heads, shape.num_kv_heads, op.out)
-            case StoreKv():
-                program.add_store_kv(op.x, op.layer, op.shape.num_heads)
-            case PagedAttention():
-                program.add_paged_attention(op.x, op.layer, op.shape.num_heads, op.scale, op.out)
-            case SelectRows():
-                program.add_select_rows(op.x, op.out)
+        _add_op(program, spec, op, weights, tables)
     return program
 
 
-def input_dtype(weights: Mapping[str, Any]) -> str:
-    """What products take as their left side: one dtype for all weights of a model."""
-    found = {weight.input_dtype for weight in weights.values() if hasattr(weight, "input_dtype")}
-    if len(found) != 1:
-        raise ValueError(f"weights: expected one dtype of inputs, got {sorted(found)}")
-    return str(found.pop())
+def _add_op(
+    program: Any,
+    spec: ProgramSpec,
+    op: Op,
+    weights: Mapping[str, Any],
+    tables: dict[tuple[Rope, int], Any],
+) -> None:
+    out_dtype = "" if isinstance(op, StoreKv) else spec.buffers[op.out].dtype
+    match op:
+        case Embedding():
+            program.add_embedding(weights[op.weight.name], op.out)
+        case RmsNorm():
+            program.add_rms_norm(op.x, weights[op.weight.name], op.eps, op.out, out_dtype)
+        case Linear():
+            weight, bias = weights[op.weight.name], _find(weights, op.bias)
+            program.add_linear(op.x, weight, bias, op.residual, out=op.out)
+        case LinearSiluMul():
+            weight, bias = weights[op.weight.name], _find(weights, op.bias)
+            program.add_linear_silu_mul(op.x, weight, bias, op.out, out_dtype)
+        case Rotary():
+            key = (op.rope, op.num_positions)
+            if key not in tables:
+                tables[key] = rope_table(*key)
+            num_heads, num_kv_heads = op.shape.num_heads, op.shape.num_kv_heads
+            program.add_rotary(op.x, tables[key], num_heads, num_kv_heads, op.out)
+        case StoreKv():
+            program.add_store_kv(op.x, op.layer, op.shape.num_heads)
+        case PagedAttention():
+            num_heads = op.shape.num_heads
+            program.add_paged_attention(op.x, op.layer, num_heads, op.scale, op.out, out_dtype)
+        case SelectRows():
+            program.add_select_rows(op.x, op.out)
+        case Quantize():
+            program.add_quantize(op.x, spec.buffers[op.x].width, op.out)
 
 
 def _add_buffers(program: Any, spec: ProgramSpec, layout: Layout) -> None:

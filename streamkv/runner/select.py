@@ -36,6 +36,7 @@ def build_runner(
         return runner_type(config, checkpoint, budget)
     if config.enforce_eager:
         raise _unused_enforce_eager("a GPU runs")
+    _check_torch_formats(config, "a GPU runs")
     _require_torch()
     from .torch_runner import TorchRunner
 
@@ -49,6 +50,10 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError("ops: the native kernels run on a CPU; use --ops reference on a GPU")
     if config.enforce_eager and config.ops == "reference":
         raise _unused_enforce_eager("--ops reference is")
+    if config.ops == "reference":
+        _check_torch_formats(config, "--ops reference is")
+    if config.device == "cuda":
+        _check_torch_formats(config, "--device cuda runs")
     if config.device == "cuda":
         _select_device(config)
 
@@ -58,6 +63,21 @@ def _unused_enforce_eager(who: str) -> ConfigError:
         f"--enforce-eager is for the native kernels, and {who} plain torch, which runs operations "
         "one by one anyway; leave --enforce-eager out, or use --ops native"
     )
+
+
+def _check_torch_formats(config: EngineConfig, who: str) -> None:
+    """ConfigError for formats that only the native kernels know."""
+    asked: dict[str, str] = {}
+    if config.quantization in ("int8", "int4"):
+        asked["--quantization"] = config.quantization
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    if config.kv_cache_dtype not in ("auto", dtype):
+        asked["--kv-cache-dtype"] = config.kv_cache_dtype
+    for flag, value in asked.items():
+        raise ConfigError(
+            f"{flag} {value}: the native kernels compute with it, and {who} plain torch, which "
+            f"computes with --dtype alone; leave {flag} out, or use --device cpu with --ops native"
+        )
 
 
 def _select_device(config: EngineConfig) -> Literal["cpu", "cuda"]:

@@ -131,7 +131,7 @@ class TorchRunner:
         plan = plan_memory(
             config,
             model.config,
-            item_bytes=dtype.itemsize,
+            block_bytes=_block_bytes(config, model.config, dtype),
             free_bytes=self._share.free_bytes,
             limit_bytes=CPU_LIMIT_BYTES if self._device.type == "cpu" else None,
         )
@@ -141,9 +141,11 @@ class TorchRunner:
         ops = TorchOps(REFERENCE, weights, kv_cache, max_model_len=plan.max_model_len)
         self._try_out(model, ops)
         self._loaded = _Loaded(model, ops, kv_cache, _build_rows(config, plan, model.config))
+        name = str(dtype).removeprefix("torch.")
         info = RunnerInfo(
             device=str(self._device),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=name,
+            formats=f"{name} weights, {name} inputs, {name} KV",
             max_model_len=plan.max_model_len,
             vocab_size=model.config.vocab_size,
             block_size=plan.block_size,
@@ -240,6 +242,11 @@ def _select_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda":
         raise ConfigError("device: expected a CUDA device, torch finds none; use --device cpu")
     return torch.device("cpu")
+
+
+def _block_bytes(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> int:
+    kv_values = 2 * model_config.num_key_value_heads * model_config.head_dim  # a token's, a layer
+    return config.block_size * model_config.num_hidden_layers * kv_values * dtype.itemsize
 
 
 def _build_rows(config: EngineConfig, plan: KVCachePlan, model_config: ModelConfig) -> Rows:

@@ -1,19 +1,16 @@
 """GGUF files: metadata and tensors.
 
 Owns the format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
-little-endian) and the dequantization of the types in `BLOCKS`. Knows nothing of models: names and
-shapes are the file's. Invariant: every read is bounds-checked, so a truncated or broken file is
-one ModelLoadError and never a crash or a wrong tensor.
-
-Dequantization is bound by numpy's loops, so they run over whole arrays: sixteen nibbles as two
-64-bit words, scales repeated rather than broadcast (an inner loop of 32 costs more than it does).
+little-endian); what values the bytes of a tensor are is gguf_blocks.py's. Knows nothing of models:
+names and shapes are the file's. Invariant: every read is bounds-checked, so a truncated or broken
+file is one ModelLoadError and never a crash or a wrong tensor.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
-from .reading import ROW_MULTIPLE, Bytes, CheckpointFile, row_ranges
+from .gguf_blocks import BLOCKS, Blocks, Floats
+from .reading import ROW_MULTIPLE, Bytes, CheckpointFile, RowRange, row_ranges
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
 HEADER_BYTES = 1 << 20  # read at least at a time until the header ends
-LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {  # value type -> struct format
@@ -56,74 +53,6 @@ TYPE_NAMES = {
     **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }
 
-Floats = NDArray[np.float32]
-Blocks = NDArray[Any]
-
-
-class BlockType(NamedTuple):
-    """How a tensor type is stored: `size` values in one item of `dtype`."""
-
-    dtype: np.dtype[Any]
-    size: int
-    dequantize: Callable[[Blocks, Floats], None]  # [n] blocks -> float32 [n, size]
-
-
-def _dequantize_plain(blocks: Blocks, out: Floats) -> None:
-    out[:, 0] = blocks
-
-
-def _dequantize_bf16(blocks: Blocks, out: Floats) -> None:
-    out.view(np.uint32)[:, 0] = blocks.astype(np.uint32) << 16
-
-
-def _dequantize_q8_0(blocks: Blocks, out: Floats) -> None:
-    """32 int8 times one float16 scale."""
-    out[:] = blocks["q"]
-    flat = out.reshape(-1)
-    flat *= _spread(blocks["d"])
-
-
-def _dequantize_q4_0(blocks: Blocks, out: Floats) -> None:
-    """32 values (0 .. 15) - 8, low nibbles first, times one float16 scale."""
-    flat = _unpack_nibbles(blocks["q"], out)
-    flat -= np.float32(8)
-    flat *= _spread(blocks["d"])
-
-
-def _dequantize_q4_1(blocks: Blocks, out: Floats) -> None:
-    """32 values 0 .. 15, low nibbles first, times a float16 scale, plus a float16 minimum."""
-    flat = _unpack_nibbles(blocks["q"], out)
-    flat *= _spread(blocks["d"])
-    flat += _spread(blocks["m"])
-
-
-def _unpack_nibbles(words: NDArray[np.uint64], out: Floats) -> Floats:
-    """[n, 2] words of 16 nibbles each -> `out` [n, 32] as one array: low nibbles, then high."""
-    nibbles = np.empty((len(words), 4), np.uint64)
-    for half in (0, 1):
-        np.bitwise_and(words[:, half], LOW_NIBBLES, out=nibbles[:, half])
-        np.bitwise_and(words[:, half] >> np.uint64(4), LOW_NIBBLES, out=nibbles[:, 2 + half])
-    flat = out.reshape(-1)
-    np.copyto(flat, nibbles.view(np.uint8).reshape(-1))
-    return flat
-
-
-def _spread(scales: NDArray[np.float16]) -> Floats:
-    """A block's scale for each of its 32 values."""
-    return np.repeat(scales.astype(np.float32), 32)
-
-
-BLOCKS = {
-    "F32": BlockType(np.dtype("<f4"), 1, _dequantize_plain),
-    "F16": BlockType(np.dtype("<f2"), 1, _dequantize_plain),
-    "BF16": BlockType(np.dtype("<u2"), 1, _dequantize_bf16),
-    "Q8_0": BlockType(np.dtype([("d", "<f2"), ("q", "i1", 32)]), 32, _dequantize_q8_0),
-    "Q4_0": BlockType(np.dtype([("d", "<f2"), ("q", "<u8", 2)]), 32, _dequantize_q4_0),
-    "Q4_1": BlockType(
-        np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "<u8", 2)]), 32, _dequantize_q4_1
-    ),
-}
-
 
 class GGUFTensor(NamedTuple):
     """Where a tensor lies. `shape` is row-major (the file stores it the other way round)."""
@@ -148,35 +77,57 @@ class GGUFFile:
         num_tensors, num_keys = _read_header(cursor)
         self.metadata: dict[str, Any] = _read_metadata(cursor, num_keys)
         self.tensors: dict[str, GGUFTensor] = _read_tensors(cursor, num_tensors, self._alignment())
+        self._num_header_bytes = cursor.position
 
     def read(self, name: str) -> Floats:
         """The tensor's values, dequantized to float32, in its shape."""
         tensor = self.tensors[name]
-        blocks = self._blocks(tensor, 0, np.empty(tensor.num_bytes, np.uint8))
-        out = np.empty((len(blocks), BLOCKS[tensor.type].size), np.float32)
+        dtype, size, _ = BLOCKS[tensor.type]
+        raw = np.empty(tensor.num_bytes, np.uint8)
+        self._file.read_into(raw, tensor.offset, f"tensor {name!r}")
+        blocks = raw.view(dtype)
+        out = np.empty((len(blocks), size), np.float32)
         _dequantize(tensor, blocks, out)
         return out.reshape(tensor.shape)
 
-    def chunks(self, name: str, multiple: int = ROW_MULTIPLE) -> Iterator[NDArray[Any]]:
+    def chunks(
+        self, name: str, multiple: int = ROW_MULTIPLE, rows: RowRange | None = None
+    ) -> Iterator[NDArray[Any]]:
         """A few rows at a time, as `row_ranges` has them: float32, or what is stored where numpy
         can view it: float16, bfloat16 as its uint16 bits. Each chunk is where the one before was.
         """
         tensor = self.tensors[name]
         dtype, size, _ = BLOCKS[tensor.type]
-        row_shape = tensor.shape[1:]
-        row_values = math.prod(row_shape)
-        buffer, values = np.empty(0, np.uint8), np.empty((0, size), np.float32)
-        for start, end in row_ranges(tensor.shape, multiple):
-            num_blocks = (end - start) * row_values // size
-            if not buffer.size:  # the first range is the largest
-                buffer = np.empty(num_blocks * dtype.itemsize, np.uint8)
-                values = np.empty((num_blocks if size > 1 else 0, size), np.float32)
-            read = buffer[: num_blocks * dtype.itemsize]
-            blocks = self._blocks(tensor, start * row_values // size, read)
+        values = np.empty((0, size), np.float32)
+        for raw in self.blocks(name, multiple, rows):
+            blocks = raw.reshape(-1).view(dtype)
             if size > 1:
-                _dequantize(tensor, blocks, values[:num_blocks])
-                blocks = values[:num_blocks]
-            yield blocks.reshape(end - start, *row_shape)
+                if not values.size:  # the first chunk is the largest
+                    values = np.empty((len(blocks), size), np.float32)
+                _dequantize(tensor, blocks, values[: len(blocks)])
+                blocks = values[: len(blocks)]
+            yield blocks.reshape(len(raw) if tensor.shape[1:] else -1, *tensor.shape[1:])
+
+    def blocks(
+        self, name: str, multiple: int = ROW_MULTIPLE, rows: RowRange | None = None
+    ) -> Iterator[Bytes]:
+        """The same rows as the file has them, [rows, bytes of a row]. (Of a vector, whose values
+        may share blocks, all of it as one row.)"""
+        tensor = self.tensors[name]
+        shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+        row_bytes = tensor.num_bytes // max(1, shape[0])
+        buffer = np.empty(0, np.uint8)
+        for start, end in row_ranges(shape, multiple, rows):
+            num_bytes = (end - start) * row_bytes
+            if not buffer.size:  # the first range is the largest
+                buffer = np.empty(num_bytes, np.uint8)
+            read = buffer[:num_bytes]
+            self._file.read_into(read, tensor.offset + start * row_bytes, f"tensor {name!r}")
+            yield read.reshape(end - start, row_bytes)
+
+    def identity(self) -> tuple[Any, ...]:
+        """See CheckpointFile."""
+        return self._file.identity(self._num_header_bytes)
 
     def check_unchanged(self) -> None:
         """Raise ModelLoadError if the file was written to since it was opened."""
@@ -185,13 +136,6 @@ class GGUFFile:
     def close(self) -> None:
         """Nothing can be read after; `metadata` and `tensors` stay."""
         self._file.close()
-
-    def _blocks(self, tensor: GGUFTensor, first: int, buffer: Bytes) -> Blocks:
-        """As many blocks from `first` on as `buffer` holds, read into it."""
-        dtype = BLOCKS[tensor.type].dtype
-        start = tensor.offset + first * dtype.itemsize
-        self._file.read_into(buffer, start, f"tensor {tensor.name!r}")
-        return buffer.view(dtype)
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", 32)
@@ -233,8 +177,12 @@ class _Cursor:
         return start
 
     def integer(self, fmt: str, what: str) -> int:
-        value: int = struct.unpack_from(fmt, self.data, self.advance(struct.calcsize(fmt), what))[0]
+        value: int = self.scalar(fmt, what)
         return value
+
+    def scalar(self, fmt: str, what: str) -> Any:
+        start = self.advance(struct.calcsize(fmt), what)  # which may read on, into another `data`
+        return struct.unpack_from(fmt, self.data, start)[0]
 
     def string(self, what: str) -> str:
         length = self.integer("<Q", what)
@@ -281,8 +229,8 @@ class _Cursor:
         fmt = SCALARS.get(value_type)
         if fmt is None:
             raise ModelLoadError(f"{self.path}: broken: {what} has unknown type {value_type}")
-        scalar = struct.unpack_from(f"<{fmt}", self.data, self.advance(struct.calcsize(fmt), what))
-        return bool(scalar[0]) if value_type == BOOL else scalar[0]
+        scalar = self.scalar(f"<{fmt}", what)
+        return bool(scalar) if value_type == BOOL else scalar
 
     def array(self, what: str, depth: int) -> list[Any]:
         """Scalars in one sweep: vocabularies have hundreds of thousands of entries."""

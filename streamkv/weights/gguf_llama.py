@@ -7,6 +7,7 @@ Hugging Face folder the file was converted from would.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ..errors import ModelLoadError
 from .gguf import GGUFFile
 from .gguf_rope import FACTORS_TENSOR, rope_parameters
-from .reading import ROW_MULTIPLE
+from .reading import ROW_MULTIPLE, Bytes, RowRange
 
 # config.json key -> metadata key after "llama."
 CONFIG_KEYS = {
@@ -52,6 +53,9 @@ HEADS_REORDERED = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
+Rows = NDArray[Any]  # of values, or of bytes
+
+
 class GGUFCheckpoint:
     """A `WeightSource` over one .gguf file."""
 
@@ -68,14 +72,31 @@ class GGUFCheckpoint:
         }
         self.config: Mapping[str, Any] = _config(self._file, self.shapes)
 
-    def chunks(self, name: str) -> Iterator[NDArray[Any]]:
+    def format(self, name: str) -> str:
+        return self._file.tensors[self._names[name]].type
+
+    def row_multiple(self, name: str) -> int:
+        """Whole heads, where rows are restored head by head."""
         num_heads = self._num_reordered_heads(name)
-        num_rows = self.shapes[name][0]
-        whole_heads = num_rows // num_heads if num_heads else ROW_MULTIPLE
-        for values in self._file.chunks(self._names[name], whole_heads):
+        head_rows = self.shapes[name][0] // num_heads if num_heads else 1
+        return math.lcm(ROW_MULTIPLE, head_rows)
+
+    def chunks(self, name: str, rows: RowRange | None = None) -> Iterator[NDArray[Any]]:
+        read = self._file.chunks(self._names[name], self.row_multiple(name), rows)
+        return self._in_row_order(name, read)
+
+    def blocks(self, name: str, rows: RowRange | None = None) -> Iterator[Bytes]:
+        read = self._file.blocks(self._names[name], self.row_multiple(name), rows)
+        return self._in_row_order(name, read)
+
+    def _in_row_order(self, name: str, chunks: Iterator[Rows]) -> Iterator[Rows]:
+        """In the order that the checkpoint had."""
+        num_heads = self._num_reordered_heads(name)
+        for rows in chunks:
             if num_heads:
-                values = _restore_row_order(values, len(values) // whole_heads)
-            yield values
+                head_rows = self.shapes[name][0] // num_heads
+                rows = _restore_row_order(rows, len(rows) // head_rows)
+            yield rows
 
     def _num_reordered_heads(self, name: str) -> int:
         """In how many heads the converter permuted rows; 0: in none."""
@@ -83,6 +104,9 @@ class GGUFCheckpoint:
             if projection in name:
                 return int(self.config[key])
         return 0
+
+    def identity(self) -> tuple[Any, ...]:
+        return self._file.identity()
 
     def check_unchanged(self) -> None:
         self._file.check_unchanged()
@@ -154,7 +178,7 @@ def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
     return rope_parameters(file.metadata, pair_factors, file.path)
 
 
-def _restore_row_order(values: NDArray[Any], num_heads: int) -> NDArray[Any]:
+def _restore_row_order(values: Rows, num_heads: int) -> Rows:
     """Undo llama.cpp's permutation of the rows of Q and K.
 
     Its rotary embedding pairs neighbours, so the converter interleaved each head's halves:

@@ -1,17 +1,16 @@
 """From a checkpoint to the weights of a model's parameters, as the native kernels read them.
 
-Owns the choice of the format, the comparison of names and shapes, and the packing (torch tensors
-are torch_loader.py's). Knows no architecture: it fills the `Parameter`s it is given. Invariant:
+Owns the comparison of names and shapes, and the packing (formats are formats.py's choice, torch
+tensors torch_loader.py's). Knows no architecture: it fills the `Parameter`s it is given. Invariant:
 every parameter is filled completely or ModelLoadError says which tensor was missing, unexpected or
 wrongly shaped, before any memory is taken; besides the model, each thread holds a few rows.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -20,15 +19,28 @@ from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
 from ..ops import Parameter
+from . import packed_cache
+from .formats import (
+    Formats,
+    Quantization,
+    is_quantized,
+    packed_bytes,
+    part_formats,
+    planned_formats,
+    row_bytes,
+)
 from .gguf_llama import GGUFCheckpoint
-from .hub import Checkpoint
+from .hub import Checkpoint, cache_dir
+from .jobs import Job, Progress, run_jobs
+from .reading import Bytes, RowRange
 from .safetensors import HuggingFaceFolder
 
 # In checkpoints of older converters; computed from the config, so they carry nothing.
 HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+JOB_VALUES = 1 << 22  # of one part, for one thread at a time: a fraction of a second
 
-PackedWeights = dict[str, Any]  # by parameter: a matrix a PackedWeight, a vector float32 in numpy
+# By parameter: a matrix a PackedWeight or a QuantizedWeight, a vector float32 in numpy.
+PackedWeights = dict[str, Any]
 
 
 class WeightSource(Protocol):
@@ -42,10 +54,23 @@ class WeightSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor in the checkpoint."""
 
-    def chunks(self, name: str) -> Iterator[NDArray[Any]]:
-        """The tensor's rows from first to last, a few at a time: float32, float16, or bfloat16 as
-        its uint16 bits. The next chunk may take the place of the one before; several threads may
-        read. ModelLoadError if the file has become too short."""
+    def format(self, name: str) -> str:
+        """How the tensor is stored, by GGUF's names: "F32", "BF16", "Q4_1"."""
+
+    def row_multiple(self, name: str) -> int:
+        """At a multiple of so many rows may a range of them start, and so do chunks and blocks. A
+        multiple of 64."""
+
+    def chunks(self, name: str, rows: RowRange | None = None) -> Iterator[NDArray[Any]]:
+        """The tensor's rows, or some, from first to last, a few at a time: float32, float16, or
+        bfloat16 as its uint16 bits. The next chunk may take the place of the one before; several
+        threads may read. ModelLoadError if the file has become too short."""
+
+    def blocks(self, name: str, rows: RowRange | None = None) -> Iterator[Bytes]:
+        """The same of a quantized matrix as it is stored: [rows, bytes of a row]."""
+
+    def identity(self) -> tuple[Any, ...]:
+        """What tells these files from others, and from themselves written to. Of JSON's types."""
 
     def check_unchanged(self) -> None:
         """Raise ModelLoadError if a file was written to since it was opened."""
@@ -61,14 +86,6 @@ def open_checkpoint(checkpoint: Checkpoint) -> WeightSource:
     return HuggingFaceFolder(checkpoint.path)
 
 
-def packed_bytes(parameters: Sequence[Parameter], dtype: str) -> int:
-    """What `load_packed` will take, but for what fills up panels."""
-    return sum(
-        math.prod(parameter.shape) * (ITEM_BYTES[dtype] if len(parameter.shape) == 2 else 4)
-        for parameter in parameters
-    )
-
-
 def load_packed(
     cpu: ModuleType,
     source: WeightSource,
@@ -77,46 +94,112 @@ def load_packed(
     dtype: str,
     num_threads: int,
     progress: Callable[[float], None],
+    quantization: Quantization = "none",
+    packed_cache_gib: float = 0.0,
 ) -> PackedWeights:
-    """Matrices of `dtype` packed by `cpu`, the extension; vectors as float32 arrays.
+    """Matrices in the formats that `planned_formats` chooses, packed by `cpu`, the extension;
+    vectors as float32 arrays.
 
-    `progress` gets the fraction done, 0 to 1; what it raises ends the loading.
+    Quantized ones come from the packed cache if it has them, and go there. `progress` gets the
+    fraction done, 0 to 1; what it raises ends the loading.
     """
     check_names_and_shapes(source, parameters)
-    total, done = packed_bytes(parameters, dtype), 0
-    found: PackedWeights = {}
-    # The largest first, so that no thread is left with one at the end.
-    by_size = sorted(parameters, key=lambda parameter: -math.prod(parameter.shape))
+    formats = planned_formats(source, parameters, dtype=dtype, quantization=quantization)
     arena = cpu.WeightArena()
-    with ThreadPoolExecutor(num_threads, "loading") as pool:
-        futures = {pool.submit(_fill, cpu, arena, source, one, dtype): one for one in by_size}
-        try:
-            for future in as_completed(futures):
-                parameter = futures[future]
-                found[parameter.name] = future.result()
-                done += packed_bytes([parameter], dtype)
-                progress(done / total)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    weights = {one.name: _allocate(cpu, arena, one, formats) for one in parameters}
+    total = packed_bytes(parameters, formats)
+    done = Progress(total, progress)
+    quantized = [one for one in parameters if is_quantized(one, formats)]
+    cached = None
+    if packed_cache_gib and packed_cache.is_worth_keeping(source, quantized, formats):
+        key = packed_cache.packed_key(cpu, source.identity(), quantized, formats)
+        buffers = [buffer for one in quantized for buffer in weights[one.name].buffers()]
+        cached = packed_cache.PackedFile(cache_dir() / "packed", key, buffers)
+    is_cached = cached is not None and cached.read(num_threads, done)
+    if cached and not is_cached:
+        done.restart(total + cached.num_bytes)
+    left = [one for one in parameters if not (is_cached and is_quantized(one, formats))]
+    jobs = [job for one in left for job in _jobs(cpu, source, one, formats, weights[one.name])]
+    run_jobs(jobs, num_threads, done)
     source.check_unchanged()
-    return {parameter.name: found[parameter.name] for parameter in parameters}
+    if cached and not is_cached:
+        cached.write(int(packed_cache_gib * 2**30), num_threads, done)
+    done.finish()
+    return weights
 
 
-def _fill(
-    cpu: ModuleType, arena: Any, source: WeightSource, parameter: Parameter, dtype: str
-) -> Any:
+def _allocate(cpu: ModuleType, arena: Any, parameter: Parameter, formats: Formats) -> Any:
+    """In the order in which they are read later. Memory is committed when it is first written."""
     if len(parameter.shape) == 1:
-        values = [_widened(chunk) for name, _ in parameter.parts for chunk in source.chunks(name)]
-        return np.concatenate(values)
-    weight = cpu.PackedWeight(dtype, *parameter.shape, parameter.is_paired, arena)
+        return np.empty(parameter.shape, np.float32)
+    own = formats[parameter.name]
+    num_outputs, depth = parameter.shape
+    if is_quantized(parameter, formats):
+        outputs = [shape[0] for _, shape in parameter.parts]
+        return cpu.QuantizedWeight(list(own), outputs, depth, parameter.is_paired, arena)
+    return cpu.PackedWeight(own[0], num_outputs, depth, parameter.is_paired, arena)
+
+
+def _jobs(
+    cpu: ModuleType, source: WeightSource, parameter: Parameter, formats: Formats, weight: Any
+) -> Iterator[Job]:
+    """What fills a weight, a range of rows of one part each."""
+    if len(parameter.shape) == 1:
+        yield Job(weight.nbytes, partial(_fill_vector, source, parameter, weight))
+        return
     first_output = 0
+    own = part_formats(parameter, formats)
+    for part, (name, (num_rows, depth)) in enumerate(parameter.parts):
+        for rows in _job_ranges(source, name, num_rows, depth):
+            if is_quantized(parameter, formats):
+                run = partial(_pack_part, cpu, source, name, rows, weight, part, own[part])
+            else:
+                run = partial(_pack_rows, source, name, rows, weight, first_output + rows.start)
+            yield Job((rows.end - rows.start) * row_bytes(own[part], depth), run)
+        first_output += num_rows
+
+
+def _job_ranges(source: WeightSource, name: str, num_rows: int, depth: int) -> Iterator[RowRange]:
+    multiple = source.row_multiple(name)
+    step = max(1, JOB_VALUES // depth // multiple) * multiple
+    for start in range(0, num_rows, step):
+        yield RowRange(start, min(start + step, num_rows))
+
+
+def _fill_vector(source: WeightSource, parameter: Parameter, out: NDArray[np.float32]) -> None:
+    start = 0
     for name, _ in parameter.parts:
         for chunk in source.chunks(name):
-            weight.pack(chunk, first_output)
-            first_output += len(chunk)
-            del chunk  # before the next one is read
-    return weight
+            out[start : start + len(chunk)] = _widened(chunk)
+            start += len(chunk)
+
+
+def _pack_rows(
+    source: WeightSource, name: str, rows: RowRange, weight: Any, first_output: int
+) -> None:
+    for chunk in source.chunks(name, rows):
+        weight.pack(chunk, first_output)
+        first_output += len(chunk)
+
+
+def _pack_part(
+    cpu: ModuleType,
+    source: WeightSource,
+    name: str,
+    rows: RowRange,
+    weight: Any,
+    part: int,
+    own: str,
+) -> None:
+    """As the file has it, or quantized now."""
+    first_output = rows.start
+    if source.format(name) == own:
+        read = source.blocks(name, rows)
+    else:
+        read = (cpu.quantize(chunk, own) for chunk in source.chunks(name, rows))
+    for blocks in read:
+        weight.pack(blocks, part, first_output)
+        first_output += len(blocks)
 
 
 def _widened(values: NDArray[Any]) -> NDArray[np.float32]:

@@ -7,12 +7,13 @@ not a signal; what is in memory of a file is what its reader asked for last.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +31,19 @@ class RowRange(NamedTuple):
     end: int  # exclusive
 
 
-def row_ranges(shape: Sequence[int], multiple: int = ROW_MULTIPLE) -> Iterator[RowRange]:
-    """Ranges that cover the first dimension in order, about CHUNK_VALUES each and, but for the
-    last one, a multiple of `multiple` rows. A vector is one range."""
+def row_ranges(
+    shape: Sequence[int], multiple: int = ROW_MULTIPLE, rows: RowRange | None = None
+) -> Iterator[RowRange]:
+    """Ranges that cover `rows` (None: the first dimension) in order, about CHUNK_VALUES each and,
+    but for the last one, a multiple of `multiple` rows. A vector is one range."""
     num_rows, *row_shape = shape
+    first, end = rows or (0, num_rows)
     row_values = max(1, math.prod(row_shape))
     step = max(1, CHUNK_VALUES // row_values // multiple) * multiple
     if not row_shape:
         step = max(1, num_rows)
-    for start in range(0, num_rows, step):
-        yield RowRange(start, min(start + step, num_rows))
+    for start in range(first, end, step):
+        yield RowRange(start, min(start + step, end))
 
 
 def check_regular(path: Path) -> None:
@@ -97,6 +101,14 @@ class CheckpointFile:
         now = os.fstat(self._fd)
         if (now.st_size, now.st_mtime_ns) != (self.opened.st_size, self.opened.st_mtime_ns):
             raise self.changed()
+
+    def identity(self, num_header_bytes: int) -> tuple[Any, ...]:
+        """What tells this file from another and from itself written to: the same as long as it
+        wasn't, in all likelihood."""
+        opened = self.opened
+        header = hashlib.sha256(self.read(0, num_header_bytes, "the header")).hexdigest()
+        changed = (opened.st_mtime_ns, opened.st_ctime_ns)  # the latter, whatever a copy restores
+        return (str(self.path.resolve()), opened.st_size, *changed, header)
 
     def changed(self) -> ModelLoadError:
         return ModelLoadError(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ModelLoadError
-from .reading import CheckpointFile, check_regular, row_ranges
+from .reading import ROW_MULTIPLE, Bytes, CheckpointFile, RowRange, check_regular, row_ranges
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ class SafetensorsFile:
         self._file = CheckpointFile(path)
         self.tensors: dict[str, TensorInfo] = _read_header(self._file)
 
-    def chunks(self, name: str) -> Iterator[NDArray[Any]]:
+    def chunks(self, name: str, rows: RowRange | None = None) -> Iterator[NDArray[Any]]:
         """A few rows at a time: float32, float16, or bfloat16 as its uint16 bits. Each chunk
         is where the one before was."""
         info = self.tensors[name]
@@ -60,13 +60,17 @@ class SafetensorsFile:
         row_shape = info.shape[1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
         buffer = np.empty(0, np.uint8)
-        for start, end in row_ranges(info.shape):
+        for start, end in row_ranges(info.shape, rows=rows):
             num_bytes = (end - start) * row_bytes
             if not buffer.size:  # the first range is the largest
                 buffer = np.empty(num_bytes, np.uint8)
             read = buffer[:num_bytes]
             self._file.read_into(read, info.start + start * row_bytes, f"tensor {name!r}")
             yield read.view(dtype).reshape(end - start, *row_shape)
+
+    def identity(self) -> tuple[Any, ...]:
+        """See CheckpointFile."""
+        return self._file.identity(_num_header_bytes(self._file))
 
     def check_unchanged(self) -> None:
         self._file.check_unchanged()
@@ -86,8 +90,20 @@ class HuggingFaceFolder:
             name: file.tensors[name].shape for name, file in self._files.items()
         }
 
-    def chunks(self, name: str) -> Iterator[NDArray[Any]]:
-        return self._files[name].chunks(name)
+    def format(self, name: str) -> str:
+        return self._files[name].tensors[name].dtype
+
+    def row_multiple(self, name: str) -> int:
+        return ROW_MULTIPLE
+
+    def chunks(self, name: str, rows: RowRange | None = None) -> Iterator[NDArray[Any]]:
+        return self._files[name].chunks(name, rows)
+
+    def blocks(self, name: str, rows: RowRange | None = None) -> Iterator[Bytes]:
+        raise ValueError(f"{name}: expected a tensor in blocks, got {self.format(name)}")
+
+    def identity(self) -> tuple[Any, ...]:
+        return tuple(sorted(file.identity() for file in set(self._files.values())))
 
     def check_unchanged(self) -> None:
         for file in set(self._files.values()):
@@ -158,12 +174,18 @@ def _read_header(file: CheckpointFile) -> dict[str, TensorInfo]:
         raise file.changed()
     file.check_unchanged()
     tensors = {}
-    start = 8 + struct.unpack("<Q", file.read(0, 8, "the header"))[0]
+    start = _num_header_bytes(file)
     for name, info in zip(names, slices, strict=True):
         dtype, shape = info.get_dtype(), tuple(info.get_shape())
         tensors[name] = TensorInfo(dtype, shape, start)
         start += math.prod(shape) * _element_bits(dtype) // 8
     return tensors
+
+
+def _num_header_bytes(file: CheckpointFile) -> int:
+    """Up to where the data begins."""
+    num_bytes: int = struct.unpack("<Q", file.read(0, 8, "the header"))[0]
+    return 8 + num_bytes
 
 
 def _element_bits(dtype: str) -> int:

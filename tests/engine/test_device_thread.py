@@ -21,6 +21,7 @@ from streamkv.step_bytes import decode_step, encode_output
 INFO = RunnerInfo(
     device="cpu",
     dtype="float32",
+    formats="",
     max_model_len=1,
     vocab_size=1,
     block_size=1,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from streamkv import _cpu
 
@@ -24,6 +25,21 @@ class Shape(NamedTuple):
     @property
     def qkv_width(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """float32 heads [..., head_dim] as a cache of this type holds them; int8: whole numbers to 127
+    times a scale each."""
+    if dtype == "int8":
+        highest = np.abs(values).max(axis=-1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            whole = np.rint(
+                values * np.where(highest > 0, np.float32(127) / highest, np.float32(0))
+            )
+            return whole * (highest / np.float32(127))
+    if dtype == "bfloat16":
+        return torch.from_numpy(values).bfloat16().float().numpy()
+    return values
 
 
 def int32(values: Sequence[int] | Sequence[Sequence[int]]) -> Array:

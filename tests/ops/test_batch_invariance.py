@@ -21,6 +21,12 @@ SHAPES = [
 NUM_THREADS = [1, 2, 3, 16]
 
 
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Of caches."""
+    return str(request.param)
+
+
 def same(a: Array, b: Array) -> bool:
     return a.shape == b.shape and np.array_equal(a.view(np.uint32), b.view(np.uint32))
 

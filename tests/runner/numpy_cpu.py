@@ -22,12 +22,37 @@ def to_bf16(values: Array) -> Array:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
+# Of 32 values that share a scale, as quantized.h has it.
+GROUP = np.dtype([("values", "i1", 32), ("scale", "f4"), ("negative_sum", "i4"), ("scaled", "f4")])
+
+
+def quantize(team, x: Array) -> Array:
+    """float32 [T, W] -> bytes of groups, uint8 [T, 44 * ceil(W / 32)]."""
+    padded = np.pad(x.astype(np.float32), ((0, 0), (0, -x.shape[1] % 32)))
+    parts = padded.reshape(len(x), -1, 32)
+    largest = np.abs(parts).max(axis=2, initial=0)
+    groups = np.zeros(parts.shape[:2], GROUP)
+    with np.errstate(all="ignore"):
+        factors = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+        values = np.rint(parts * factors[:, :, None])
+        groups["values"] = np.nan_to_num(values)
+        groups["scale"] = np.where(np.isfinite(largest), largest / np.float32(127), np.nan)
+    sums = groups["values"].sum(axis=2, dtype=np.int32)
+    groups["negative_sum"], groups["scaled"] = -sums, groups["scale"] * sums
+    return groups.view(np.uint8).reshape(len(x), -1)
+
+
 def as_inputs(values: Array, dtype: str) -> Array:
+    if dtype == "int8":
+        return quantize(None, values)
     return to_bf16(values) if dtype == "bfloat16" else values.astype(np.float32)
 
 
 def widened(values: Array) -> Array:
-    """Inputs, either kind, as float32."""
+    """Inputs of any kind as float32; of int8 with what fills up the last group."""
+    if values.dtype == np.uint8:
+        groups = np.ascontiguousarray(values).view(GROUP)
+        return (groups["values"] * groups["scale"][:, :, None]).reshape(len(values), -1)
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values
@@ -38,15 +63,41 @@ class PackedWeight:
         self.values = values  # float32 [num_outputs, depth]
         self.num_outputs, self.depth = values.shape
         self.is_paired = is_paired
+        self.dtype, self.num_bytes = "float32", values.nbytes
         self.input_dtype = input_dtype
+
+
+class QuantizedWeight(PackedWeight):
+    """By what its blocks stand for."""
+
+    def __init__(self, values: Array, *, is_paired: bool = False, formats: tuple[str, ...] = ()):
+        super().__init__(values, is_paired=is_paired, input_dtype="int8")
+        self.formats = list(formats)
+
+
+INPUT_TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.uint8}
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """Keys, values or queries as a cache of `dtype` keeps them: int8 with a scale for each head
+    [..., head_dim]."""
+    if dtype == "bfloat16":
+        return widened(to_bf16(values))
+    if dtype == "int8":
+        scale = np.abs(values).max(axis=-1, keepdims=True) / 127
+        return np.rint(values / np.maximum(scale, 1e-30)) * scale
+    return values
 
 
 class KvCache:
     """What was never stored is NaN."""
 
-    def __init__(self, num_blocks, num_layers, num_kv_heads, block_size, head_dim):
+    def __init__(
+        self, num_blocks, num_layers, num_kv_heads, block_size, head_dim, *, kv_dtype="float32"
+    ):
         shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
-        self.data = np.full(shape, np.nan, np.float32)
+        self.kv_dtype = kv_dtype
+        self.data = np.full(shape, np.nan, np.float64 if kv_dtype != "float32" else np.float32)
         self.num_kv_heads, self.block_size, self.head_dim = num_kv_heads, block_size, head_dim
 
 
@@ -70,8 +121,8 @@ def rms_norm(team, x, weight, eps, out_dtype):
 
 
 def _product(x, weight, bias):
-    assert x.dtype == (np.uint16 if weight.input_dtype == "bfloat16" else np.float32)
-    out = widened(x) @ weight.values.T
+    assert x.dtype == INPUT_TYPES[weight.input_dtype]
+    out = widened(x)[:, : weight.depth] @ weight.values.T
     return out if bias is None else out + bias
 
 
@@ -81,10 +132,12 @@ def linear(team, x, weight, bias=None, residual=None):
     return out if residual is None else out + residual
 
 
-def linear_silu_mul(team, x, weight, bias=None):
+def linear_silu_mul(team, x, weight, bias=None, out_dtype=None):
     assert weight.is_paired
+    out_dtype = out_dtype or weight.input_dtype
+    assert out_dtype != "int8" or isinstance(weight, QuantizedWeight)
     gate, up = np.split(_product(x, weight, bias), 2, axis=1)
-    return as_inputs(gate / (1 + np.exp(-gate)) * up, weight.input_dtype)
+    return as_inputs(gate / (1 + np.exp(-gate)) * up, out_dtype)
 
 
 def rotary(team, qkv, positions, cos_sin, num_heads, num_kv_heads):
@@ -100,14 +153,17 @@ def rotary(team, qkv, positions, cos_sin, num_heads, num_kv_heads):
 def store_kv(team, qkv, cache, slots, layer, num_heads):
     heads = qkv.reshape(len(qkv), -1, cache.head_dim)
     kv = heads[:, num_heads:].reshape(len(qkv), 2, cache.num_kv_heads, cache.head_dim)
-    for token, slot in zip(kv, slots.tolist(), strict=True):
+    for token, slot in zip(rounded(kv, cache.kv_dtype), slots.tolist(), strict=True):
         block, offset = divmod(slot, cache.block_size)
         cache.data[block, layer, :, :, offset] = token
 
 
 def paged_attention(team, qkv, cache, batch, layer, num_heads, scale, out_dtype):
     head_dim, group = cache.head_dim, num_heads // cache.num_kv_heads
+    assert out_dtype != "int8" or head_dim % 32 == 0
     queries = qkv[:, : num_heads * head_dim].reshape(-1, num_heads, head_dim)
+    if cache.kv_dtype == "int8":  # they are multiplied as whole numbers
+        queries = rounded(queries, "int8")
     out = np.empty_like(queries)
     for row, context_len in enumerate(batch.context_lens.tolist()):
         start, end = batch.query_start[row : row + 2].tolist()
@@ -132,6 +188,7 @@ OPS = SimpleNamespace(
     rms_norm=rms_norm,
     linear=linear,
     linear_silu_mul=linear_silu_mul,
+    quantize=quantize,
     rotary=rotary,
     store_kv=store_kv,
     paged_attention=paged_attention,
@@ -155,10 +212,12 @@ class Program:
     def add_embedding(self, weight, out):
         self._add(out, lambda batch: embedding(None, batch.token_ids, weight))
 
-    def add_rms_norm(self, x, weight, eps, out):
-        hidden, row_bytes = len(weight), self._buffers[out][1]
-        dtype = {2 * hidden: "bfloat16", 4 * hidden: "float32"}[row_bytes]
-        self._add(out, lambda batch: rms_norm(None, self._read(x), weight, eps, dtype))
+    def add_rms_norm(self, x, weight, eps, out, out_dtype):
+        self._add(out, lambda batch: rms_norm(None, self._read(x), weight, eps, out_dtype))
+
+    def add_quantize(self, x, width, out):
+        assert self._buffers[x][1] == 4 * width
+        self._add(out, lambda batch: quantize(None, self._read(x)))
 
     def add_linear(self, x, weight, bias, residual=-1, *, out):
         self._add(
@@ -173,10 +232,12 @@ class Program:
             over=residual,
         )
 
-    def add_linear_silu_mul(self, x, weight, bias, out):
+    def add_linear_silu_mul(self, x, weight, bias, out, out_dtype):
         self._add(
             out,
-            lambda batch: linear_silu_mul(None, self._read(x, weight.input_dtype), weight, bias),
+            lambda batch: linear_silu_mul(
+                None, self._read(x, weight.input_dtype), weight, bias, out_dtype
+            ),
         )
 
     def add_rotary(self, qkv, cos_sin, num_heads, num_kv_heads, out):
@@ -196,13 +257,11 @@ class Program:
             )
         )
 
-    def add_paged_attention(self, qkv, layer, num_heads, scale, out):
-        width, row_bytes = num_heads * self._cache.head_dim, self._buffers[out][1]
-        dtype = {2 * width: "bfloat16", 4 * width: "float32"}[row_bytes]
+    def add_paged_attention(self, qkv, layer, num_heads, scale, out, out_dtype):
         self._add(
             out,
             lambda batch: paged_attention(
-                None, self._read(qkv), self._cache, batch, layer, num_heads, scale, dtype
+                None, self._read(qkv), self._cache, batch, layer, num_heads, scale, out_dtype
             ),
         )
 
@@ -231,7 +290,7 @@ class Program:
         return self._views[buffer].copy()
 
     def _read(self, buffer: int, dtype: str = "float32") -> Array:
-        return self._views[buffer].view(np.uint16 if dtype == "bfloat16" else np.float32)
+        return self._views[buffer].view(INPUT_TYPES[dtype])
 
     def _add(self, out: int, compute: Callable[[Batch], Array], over: int = -1) -> None:
         """An op may write while it reads: `out` is NaN before, unless it is to go over `over`."""

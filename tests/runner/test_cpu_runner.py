@@ -31,7 +31,8 @@ import asyncio, sys
 from streamkv import AsyncEngine, SamplingParams
 
 async def main():
-    async with AsyncEngine(sys.argv[1], device="cpu", num_gpu_blocks_override=64) as engine:
+    options = {"num_gpu_blocks_override": 64, "packed_cache_gib": 0.0}
+    async with AsyncEngine(sys.argv[1], device="cpu", **options) as engine:
         params = SamplingParams(temperature=0.5, seed=1, max_tokens=6, ignore_eos=True)
         (completion,) = await engine.generate("the quick brown fox", params).collect()
         assert len(completion.token_ids) == 6
@@ -70,25 +71,32 @@ def status(name):
     return int(line.split()[1]) * 1024
 
 before = status("VmRSS")
-runner = CpuRunner(EngineConfig(dtype=sys.argv[2]), Checkpoint(Path(sys.argv[1]), "gguf"))
+path, dtype, quantization = sys.argv[1:]
+config = EngineConfig(dtype=dtype, quantization=quantization, packed_cache_gib=0.0)
+runner = CpuRunner(config, Checkpoint(Path(path), "gguf"))
 info = runner.load(lambda stage, fraction: None)
 print(before, status("VmRSS"), status("VmHWM"), info.weight_bytes)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loading_takes_the_weights_memory_and_a_little_more(default_checkpoint, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "bytes_per_weight"),
+    [("bfloat16", "none", 2), ("float32", "auto", 4), ("bfloat16", "auto", 0.7)],
+)
+def test_loading_takes_the_weights_memory_and_a_little_more(
+    default_checkpoint, dtype, quantization, bytes_per_weight
+):
     """Neither the file nor a whole tensor as float32 is held besides what is packed."""
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(default_checkpoint.path), dtype],
+        [sys.executable, "-c", MEMORY, str(default_checkpoint.path), dtype, quantization],
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
     before, loaded, peak, weight_bytes = map(int, done.stdout.split())
-    assert weight_bytes > 2 * 134_000_000
+    assert weight_bytes == pytest.approx(bytes_per_weight * 134_500_000, rel=0.1)
     assert weight_bytes < loaded - before + (8 << 20), "the weights are in memory"
     assert peak - before - weight_bytes < 64 << 20  # the file is 94 MiB, the embedding 108
 

@@ -24,14 +24,15 @@ def plan(**changes):
     numbers = {
         "free_bytes": 16_000 * 100,
         "limit_bytes": None,
-        "kv_bytes_per_token": 1000,
         "block_size": 16,
         "max_num_seqs": 8,
         "max_model_len": 0,
         "max_position_embeddings": 4096,
         "num_blocks_override": 0,
     }
-    return plan_kv_cache(**(numbers | changes))
+    numbers |= changes
+    block_bytes = numbers.pop("kv_bytes_per_token", 1000) * numbers["block_size"]
+    return plan_kv_cache(block_bytes=block_bytes, **numbers)
 
 
 def test_the_pool_is_what_memory_allows_and_shortens_the_context_to_it():

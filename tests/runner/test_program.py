@@ -11,6 +11,7 @@ import pytest
 from ops.arrays import Array
 
 from streamkv import _cpu
+from streamkv.runner.program import row_bytes
 
 VOCAB, HIDDEN, INNER, POSITIONS = 50, 48, 80, 64
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -24,21 +25,27 @@ def int32(values: Any) -> Array:
     return np.array(values, np.int32)
 
 
+Weight = _cpu.PackedWeight | _cpu.QuantizedWeight
+
+
 class Layer(NamedTuple):
     norm: Array
-    qkv: _cpu.PackedWeight
+    qkv: Weight
     qkv_bias: Array
-    out: _cpu.PackedWeight
+    out: Weight
     mlp_norm: Array
-    gate_up: _cpu.PackedWeight
-    down: _cpu.PackedWeight
+    gate_up: Weight
+    down: Weight
+
+
+FORMATS = ["float32", "bfloat16", "int8"]  # of weights and keys and values
 
 
 class Model:
     """A small transformer's weights; two forwards over them: a program's, and the ops' own."""
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: str, kv_dtype: str = "") -> None:
+        self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
         self._random = np.random.default_rng(3)
         self.embedding = self._matrix(VOCAB, HIDDEN)
         self.layers = [
@@ -62,33 +69,37 @@ class Model:
         return str(self.embedding.input_dtype)
 
     def cache(self) -> _cpu.KvCache:
-        return _cpu.KvCache(self.dtype, NUM_BLOCKS, NUM_LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        return _cpu.KvCache(self.kv_dtype, NUM_BLOCKS, NUM_LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
 
     def program(self, cache: _cpu.KvCache) -> tuple[_cpu.Program, int]:
         """And the buffer of its logits."""
-        program = _cpu.Program(cache)
-        size = 2 if self.input_dtype == "bfloat16" else 4
+        program, dtype = _cpu.Program(cache), self.input_dtype
         hidden = program.add_buffer("tokens", HIDDEN * 4, 0)
-        inputs = program.add_buffer("tokens", HIDDEN * size, 192)
+        inputs = program.add_buffer("tokens", row_bytes(dtype, HIDDEN), 192)
         qkv = program.add_buffer("tokens", QKV * 4, 384)
-        attended = program.add_buffer("tokens", HEADS * HEAD_DIM * size, 896)
-        inner = program.add_buffer("tokens", INNER * size, 384)  # QKV are done with by then
+        attended = program.add_buffer("tokens", row_bytes(dtype, HEADS * HEAD_DIM), 896)
+        as_floats = program.add_buffer("tokens", HEADS * HEAD_DIM * 4, 1152)
+        inner = program.add_buffer("tokens", row_bytes(dtype, INNER), 384)  # QKV are done with
         last = program.add_buffer("logit_rows", HIDDEN * 4, 0)
-        normed = program.add_buffer("logit_rows", HIDDEN * size, 192)
+        normed = program.add_buffer("logit_rows", row_bytes(dtype, HIDDEN), 192)
         logits = program.add_buffer("logit_rows", VOCAB * 4, 384)
         program.add_embedding(self.embedding, hidden)
         for index, layer in enumerate(self.layers):
-            program.add_rms_norm(hidden, layer.norm, EPS, inputs)
+            program.add_rms_norm(hidden, layer.norm, EPS, inputs, dtype)
             program.add_linear(inputs, layer.qkv, layer.qkv_bias, out=qkv)
             program.add_rotary(qkv, self.cos_sin, HEADS, KV_HEADS, qkv)
             program.add_store_kv(qkv, index, HEADS)
-            program.add_paged_attention(qkv, index, HEADS, SCALE, attended)
+            if dtype == "int8":  # heads are shorter than groups
+                program.add_paged_attention(qkv, index, HEADS, SCALE, as_floats, "float32")
+                program.add_quantize(as_floats, HEADS * HEAD_DIM, attended)
+            else:
+                program.add_paged_attention(qkv, index, HEADS, SCALE, attended, dtype)
             program.add_linear(attended, layer.out, None, hidden, out=hidden)
-            program.add_rms_norm(hidden, layer.mlp_norm, EPS, inputs)
-            program.add_linear_silu_mul(inputs, layer.gate_up, None, inner)
+            program.add_rms_norm(hidden, layer.mlp_norm, EPS, inputs, dtype)
+            program.add_linear_silu_mul(inputs, layer.gate_up, None, inner, dtype)
             program.add_linear(inner, layer.down, None, hidden, out=hidden)
         program.add_select_rows(hidden, last)
-        program.add_rms_norm(last, self.norm, EPS, normed)
+        program.add_rms_norm(last, self.norm, EPS, normed, dtype)
         program.add_linear(normed, self.embedding, None, out=logits)
         program.reserve(MAX_TOKENS, MAX_LOGIT_ROWS)
         return program, logits
@@ -101,7 +112,10 @@ class Model:
             qkv = ops.linear(team, x, layer.qkv, layer.qkv_bias)
             qkv = ops.rotary(team, qkv, batch.positions, self.cos_sin, HEADS, KV_HEADS)
             ops.store_kv(team, qkv, cache, batch.slots, index, HEADS)
-            x = ops.paged_attention(team, qkv, cache, batch, index, HEADS, SCALE, dtype)
+            attended = "float32" if dtype == "int8" else dtype
+            x = ops.paged_attention(team, qkv, cache, batch, index, HEADS, SCALE, attended)
+            if dtype == "int8":
+                x = ops.quantize(team, x)
             hidden = ops.linear(team, x, layer.out, None, hidden)
             x = ops.rms_norm(team, hidden, layer.mlp_norm, EPS, dtype)
             x = ops.linear_silu_mul(team, x, layer.gate_up)
@@ -113,10 +127,19 @@ class Model:
     def _vector(self, size: int) -> Array:
         return self._random.standard_normal(size, np.float32)
 
-    def _matrix(self, *shape: int, is_paired: bool = False) -> _cpu.PackedWeight:
-        packed = _cpu.PackedWeight(self.dtype, *shape, is_paired)
-        packed.pack(self._random.standard_normal(shape, np.float32) / 8, 0)
-        return packed
+    def _matrix(self, num_outputs: int, depth: int, is_paired: bool = False) -> Weight:
+        values = self._random.standard_normal((num_outputs, depth), np.float32) / 8
+        if self.dtype != "int8":
+            packed = _cpu.PackedWeight(self.dtype, num_outputs, depth, is_paired)
+            packed.pack(values, 0)
+            return packed
+        parts = np.split(_cpu.quantize(values, "int8"), 1 + is_paired)
+        quantized = _cpu.QuantizedWeight(
+            ["int8"] * len(parts), [len(part) for part in parts], depth, is_paired
+        )
+        for index, part in enumerate(parts):
+            quantized.pack(part, index, 0)
+        return quantized
 
 
 def make_batch(rows: Sequence[tuple[int, int, int]], asking: Sequence[int] = ()) -> _cpu.Batch:
@@ -145,21 +168,26 @@ STEPS = [
 ]
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=FORMATS)
 def model(request: pytest.FixtureRequest) -> Model:
     return Model(request.param)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("isa", _cpu.available_isas())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_program_computes_what_its_ops_compute(isa: str, dtype: str, num_threads: int):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [*((one, one) for one in FORMATS), ("int8", "bfloat16")]
+)
+def test_a_program_computes_what_its_ops_compute(
+    isa: str, dtype: str, kv_dtype: str, num_threads: int
+):
     _cpu.set_isa(isa)
     try:
-        model, team = Model(dtype), _cpu.Team(num_threads)
+        model, team = Model(dtype, kv_dtype), _cpu.Team(num_threads)
         cache, other_cache = model.cache(), model.cache()
         program, logits = model.program(cache)
-        assert program.num_ops == 1 + 9 * NUM_LAYERS + 3
+        num_layer_ops = 10 if dtype == "int8" else 9
+        assert program.num_ops == 1 + num_layer_ops * NUM_LAYERS + 3
         for batch in STEPS:
             program.run(batch, team)
             got = program.read(logits).view(np.float32)
@@ -258,6 +286,8 @@ class Parts(NamedTuple):
     last: int  # 16 floats for each logit row
     plain: _cpu.PackedWeight  # [16, 16]
     paired: _cpu.PackedWeight  # [16, 16]
+    quantized: _cpu.QuantizedWeight  # [16, 16]
+    groups: int  # 16 int8 inputs for each token: 44 bytes
 
 
 def make_parts() -> Parts:
@@ -271,6 +301,8 @@ def make_parts() -> Parts:
         program.add_buffer("logit_rows", 64, 0),
         _cpu.PackedWeight("float32", 16, 16),
         _cpu.PackedWeight("float32", 16, 16, True),
+        _cpu.QuantizedWeight(["int8"], [16], 16),
+        program.add_buffer("tokens", 44, 704),
     )
 
 
@@ -285,23 +317,23 @@ WRONG: dict[str, tuple[Callable[[Parts], object], str]] = {
     "row_bytes": (lambda p: p.program.add_buffer("tokens", 0, 0), "row_bytes: expected 1 to"),
     "place": (lambda p: p.program.add_buffer("tokens", 4, 8), "place: expected a multiple of 64"),
     "unknown buffer": (
-        lambda p: p.program.add_rms_norm(9, ONES, EPS, p.x),
-        "rms_norm: x: expected one of the 5 buffers, got 9",
+        lambda p: p.program.add_rms_norm(9, ONES, EPS, p.x, "float32"),
+        "rms_norm: x: expected one of the 6 buffers, got 9",
     ),
     "width": (
-        lambda p: p.program.add_rms_norm(p.x, ONES[:8].copy(), EPS, p.beside),
+        lambda p: p.program.add_rms_norm(p.x, ONES[:8].copy(), EPS, p.beside, "float32"),
         "rms_norm: x: expected 32 bytes for each of the tokens, got 64 bytes for each of the tok",
     ),
     "rows": (
-        lambda p: p.program.add_rms_norm(p.x, ONES, EPS, p.last),
+        lambda p: p.program.add_rms_norm(p.x, ONES, EPS, p.last, "float32"),
         "rms_norm: out: expected 64 bytes for each of the tokens, got 64 bytes for each of the log",
     ),
     "overlap": (
-        lambda p: p.program.add_rms_norm(p.x, ONES, EPS, p.over),
+        lambda p: p.program.add_rms_norm(p.x, ONES, EPS, p.over, "float32"),
         "rms_norm: out: expected a place beside what is read, got one over buffer 0",
     ),
     "dtype": (
-        lambda p: p.program.add_rms_norm(p.x, ONES.astype(np.float64), EPS, p.beside),
+        lambda p: p.program.add_rms_norm(p.x, ONES.astype(np.float64), EPS, p.beside, "float32"),
         r"rms_norm: weight: expected float32 \[any\], got float64 \[16\]",
     ),
     "embedding": (
@@ -313,12 +345,44 @@ WRONG: dict[str, tuple[Callable[[Parts], object], str]] = {
         "linear: weight: expected one that is not paired",
     ),
     "not paired": (
-        lambda p: p.program.add_linear_silu_mul(p.x, p.plain, None, p.beside),
+        lambda p: p.program.add_linear_silu_mul(p.x, p.plain, None, p.beside, "float32"),
         "linear_silu_mul: weight: expected a paired one",
     ),
     "half as wide": (
-        lambda p: p.program.add_linear_silu_mul(p.x, p.paired, None, p.beside),
+        lambda p: p.program.add_linear_silu_mul(p.x, p.paired, None, p.beside, "float32"),
         "linear_silu_mul: out: expected 32 bytes",
+    ),
+    "floats for a quantized weight": (
+        lambda p: p.program.add_linear(p.x, p.quantized, None, out=p.beside),
+        "linear: x: expected 44 bytes for each of the tokens, got 64 bytes",
+    ),
+    "int8 for a float weight": (
+        lambda p: p.program.add_linear(p.groups, p.plain, None, out=p.beside),
+        "linear: x: expected 64 bytes for each of the tokens, got 44 bytes",
+    ),
+    "int8 of floats": (
+        lambda p: p.program.add_linear_silu_mul(p.x, p.paired, None, p.groups, "int8"),
+        "linear_silu_mul: out_dtype: expected float32 or bfloat16 of a float weight, got int8",
+    ),
+    "int8 of short heads": (
+        lambda p: p.program.add_paged_attention(p.qkv, 0, HEADS, SCALE, p.beside, "int8"),
+        "paged_attention: out_dtype: expected float32 or bfloat16 of heads of 16, got int8",
+    ),
+    "int8 in a place for floats": (
+        lambda p: p.program.add_rms_norm(p.x, ONES, EPS, p.beside, "int8"),
+        "rms_norm: out: expected 44 bytes for each of the tokens, got 64 bytes",
+    ),
+    "an unknown dtype": (
+        lambda p: p.program.add_rms_norm(p.x, ONES, EPS, p.beside, "int4"),
+        "rms_norm: out_dtype: expected .*int8.*, got 'int4'",
+    ),
+    "quantizing another width": (
+        lambda p: p.program.add_quantize(p.x, 17, p.groups),
+        "quantize: x: expected 68 bytes for each of the tokens, got 64 bytes",
+    ),
+    "quantizing into floats": (
+        lambda p: p.program.add_quantize(p.x, 16, p.beside),
+        "quantize: out: expected 44 bytes for each of the tokens, got 64 bytes",
     ),
     "bias": (
         lambda p: p.program.add_linear(p.x, p.plain, ONES[:3].copy(), out=p.beside),
@@ -351,7 +415,7 @@ WRONG: dict[str, tuple[Callable[[Parts], object], str]] = {
         r"rotary: cos_sin: expected float32 \[any, 16\], got float32 \[8, 8\]",
     ),
     "attention": (
-        lambda p: p.program.add_paged_attention(p.qkv, 0, HEADS, SCALE, p.x),
+        lambda p: p.program.add_paged_attention(p.qkv, 0, HEADS, SCALE, p.x, "float32"),
         "paged_attention: out: expected 256 bytes",
     ),
     "selection": (
@@ -362,7 +426,7 @@ WRONG: dict[str, tuple[Callable[[Parts], object], str]] = {
         lambda p: p.program.add_select_rows(p.last, p.last),
         "select_rows: x: expected 64 bytes for each of the tokens",
     ),
-    "read": (lambda p: p.program.read(-1), "expected one of the 5 buffers, got -1"),
+    "read": (lambda p: p.program.read(-1), "expected one of the 6 buffers, got -1"),
     "reserve": (lambda p: p.program.reserve(-1, 0), "max_tokens: expected 0 to"),
 }
 

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -24,19 +25,25 @@ from streamkv.models.layers import plain_parameter
 from streamkv.models.llama import LlamaForCausalLM
 from streamkv.ops import AttentionShape, Batch, Parameter, Rope
 from streamkv.runner.eager import Eager
+from streamkv.runner.inputs import resolve_inputs
 from streamkv.runner.program import (
     ALIGNMENT,
+    INPUT,
     NO_BUFFER,
     Buffer,
     Extent,
     Linear,
+    LinearSiluMul,
+    PagedAttention,
     ProgramSpec,
+    Quantize,
     RmsNorm,
     Rotary,
     SelectRows,
     buffers_of,
+    row_bytes,
 )
-from streamkv.runner.recorder import Recorder, build_program, input_dtype
+from streamkv.runner.recorder import Recorder, build_program
 
 NUM_BLOCKS, BLOCK_SIZE = 60, 4
 MAX_MODEL_LEN = 64
@@ -57,17 +64,30 @@ def numpy_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamkv, "_cpu", numpy_cpu.MODULE, raising=False)
 
 
-def load(folder: Path, dtype: str) -> tuple[LlamaForCausalLM, dict, numpy_cpu.KvCache]:
-    """The model of a folder, its weights and an empty cache. Matrices take inputs of `dtype`."""
+# What products take, by a part of their weights' names; the first that fits.
+TAKEN = {
+    "float32": {"": "float32"},
+    "bfloat16": {"": "bfloat16"},
+    "int8": {"": "int8"},
+    "int8 but for MLPs": {"gate_up": "bfloat16", "": "int8"},
+    "int8 MLPs": {"mlp": "int8", "": "float32"},
+    "each its own": {"qkv": "int8", "o_proj": "bfloat16", "down": "float32", "": "int8"},
+}
+
+
+def takes(dtypes: str, name: str) -> str:
+    return next(dtype for part, dtype in TAKEN[dtypes].items() if part in name)
+
+
+def load(folder: Path, dtypes: str) -> tuple[LlamaForCausalLM, dict, numpy_cpu.KvCache]:
+    """The model of a folder, its weights and an empty cache. Matrices take inputs of TAKEN."""
     model = build_model(ModelConfig.from_dict(json.loads((folder / "config.json").read_text())))
     tensors = load_file(folder / "model.safetensors")
     weights = {}
     for parameter in model.parameters():
         values = np.concatenate([tensors[name] for name, _ in parameter.parts])
         if len(parameter.shape) == 2:
-            values = numpy_cpu.PackedWeight(
-                values, is_paired=parameter.is_paired, input_dtype=dtype
-            )
+            values = matrix(values, takes(dtypes, parameter.name), parameter.is_paired)
         weights[parameter.name] = values
     config = model.config
     cache = numpy_cpu.KvCache(
@@ -78,6 +98,12 @@ def load(folder: Path, dtype: str) -> tuple[LlamaForCausalLM, dict, numpy_cpu.Kv
         config.head_dim,
     )
     return model, weights, cache
+
+
+def matrix(values: np.ndarray, dtype: str, is_paired: bool = False) -> numpy_cpu.PackedWeight:
+    if dtype == "int8":
+        return numpy_cpu.QuantizedWeight(values, is_paired=is_paired)
+    return numpy_cpu.PackedWeight(values, is_paired=is_paired, input_dtype=dtype)
 
 
 def steps_of(sequences: list[np.ndarray], seed: int) -> list[tuple[Batch, list[tuple[int, int]]]]:
@@ -148,12 +174,13 @@ def test_a_program_in_its_arena_computes_transformers_logits(tmp_path, variant):
                 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [16, 32])
+@pytest.mark.parametrize("dtypes", TAKEN)
 @pytest.mark.usefixtures("numpy_module")
-def test_eager_has_the_bits_of_the_program_whatever_products_take(tmp_path, dtype):
-    folder = save_tiny_checkpoint(tmp_path, head_dim=16)
-    model, weights, cache = load(folder, dtype)
-    _, _, own_cache = load(folder, dtype)
+def test_eager_has_the_bits_of_the_program_whatever_products_take(tmp_path, dtypes, head_dim):
+    folder = save_tiny_checkpoint(tmp_path, head_dim=head_dim, intermediate_size=70)
+    model, weights, cache = load(folder, dtypes)
+    _, _, own_cache = load(folder, dtypes)
     spec = Recorder(max_model_len=MAX_MODEL_LEN).record(model)
     program = build_program(spec, weights, cache)
     eager = Eager(None, weights, own_cache, max_model_len=MAX_MODEL_LEN)
@@ -204,29 +231,46 @@ def test_the_residual_stream_and_rotated_heads_stay_where_they_are():
     assert [op.x for op in selected] == [stream]
 
 
-@pytest.mark.parametrize("input_bytes", [2, 4])
+def resolved(spec: ProgramSpec, dtype: str) -> ProgramSpec:
+    """With products that all take the same."""
+    names = {op.weight.name for op in spec.ops if isinstance(op, (Linear, LinearSiluMul))}
+    return resolve_inputs(spec, dict.fromkeys(names, Takes(dtype)))
+
+
+class Takes(NamedTuple):
+    input_dtype: str
+
+
+DTYPES = ("float32", "bfloat16", "int8")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("intermediate_size", [64, 1536])
-def test_a_model_takes_no_more_memory_than_one_layer_needs(input_bytes, intermediate_size):
+def test_a_model_takes_no_more_memory_than_one_layer_needs(dtype, intermediate_size):
     """The stream, an input of a product, and what it gives: gates, or heads where they are wider,
-    or logits. (Widths are multiples of 64 bytes.)"""
-    layout = llama_spec(intermediate_size=intermediate_size, vocab_size=960).layout(input_bytes)
-    stream, norm = 4 * 576, input_bytes * 576
-    gates, heads, logits = input_bytes * intermediate_size, 4 * 15 * 64, 4 * 960
+    or logits. (Widths are of whole cache lines, but for int8's.)"""
+    spec = resolved(llama_spec(intermediate_size=intermediate_size, vocab_size=960), dtype)
+    layout = spec.layout()
+    stream, norm = 4 * 576, aligned(row_bytes(dtype, 576))
+    gates, heads, logits = aligned(row_bytes(dtype, intermediate_size)), 4 * 15 * 64, 4 * 960
     assert layout.bytes_per_token == stream + norm + max(gates, heads)
     assert layout.bytes_per_logit_row == stream + norm + max(gates, logits)
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def test_more_layers_take_more_ops_but_no_more_memory():
     few, many = llama_spec(num_hidden_layers=2), llama_spec(num_hidden_layers=90)
     assert len(many.ops) - len(few.ops) == 88 * 9
-    assert many.layout(4).bytes_per_token == few.layout(4).bytes_per_token
+    sizes = [resolved(spec, "float32").layout().bytes_per_token for spec in (few, many)]
+    assert sizes[0] == sizes[1]
 
 
-def byte_ranges(
-    spec: ProgramSpec, input_bytes: int, num_tokens: int, num_logit_rows: int
-) -> list[tuple[int, int]]:
+def byte_ranges(spec: ProgramSpec, num_tokens: int, num_logit_rows: int) -> list[tuple[int, int]]:
     """(start, end) of each buffer in a step, as program.h says."""
-    layout = spec.layout(input_bytes)
+    layout = spec.layout()
     found = []
     for index, buffer in enumerate(spec.buffers):
         rows = num_tokens if buffer.extent is Extent.TOKENS else num_logit_rows
@@ -235,11 +279,9 @@ def byte_ranges(
     return found
 
 
-def assert_nothing_overlaps(
-    spec: ProgramSpec, input_bytes: int, num_tokens: int, num_logit_rows: int
-) -> None:
-    ranges = byte_ranges(spec, input_bytes, num_tokens, num_logit_rows)
-    layout = spec.layout(input_bytes)
+def assert_nothing_overlaps(spec: ProgramSpec, num_tokens: int, num_logit_rows: int) -> None:
+    ranges = byte_ranges(spec, num_tokens, num_logit_rows)
+    layout = spec.layout()
     region = {
         Extent.TOKENS: layout.bytes_per_token * num_tokens,
         Extent.LOGIT_ROWS: layout.bytes_per_logit_row * num_logit_rows,
@@ -276,27 +318,28 @@ class RandomModel:
             )
             width = x.buffer.width
             out_width = choose.choice([8, 16, width, 100])
-            if kind == "norm" and not x.buffer.is_input:
+            is_input = x.buffer.dtype == INPUT
+            if kind == "norm" and not is_input:
                 values.append(ops.rms_norm(x, plain_parameter("n", (width,)), 1e-5))
-            elif kind == "linear" and x.buffer.is_input:
+            elif kind == "linear" and is_input:
                 extent = x.buffer.extent
-                fitting = [v for v in values if v.buffer == Buffer(extent, out_width, False)]
+                fitting = [v for v in values if v.buffer == Buffer(extent, out_width, "float32")]
                 residual = choose.choice([None, *fitting])
                 weight = plain_parameter("l", (out_width, width))
                 values.append(ops.linear(x, weight, residual=residual))
-            elif kind == "gated" and x.buffer.is_input:
+            elif kind == "gated" and is_input:
                 weight = Parameter("g", (2 * out_width, width), (), is_paired=True)
                 values.append(ops.linear_silu_mul(x, weight))
-            elif kind == "select" and x.buffer == Buffer(Extent.TOKENS, width, False):
+            elif kind == "select" and x.buffer == Buffer(Extent.TOKENS, width, "float32"):
                 values.append(ops.select_rows(x, batch.logit_rows))
-            elif x.buffer == Buffer(Extent.TOKENS, shape.qkv_width, False):
+            elif x.buffer == Buffer(Extent.TOKENS, shape.qkv_width, "float32"):
                 if kind == "rotary":
                     rope = Rope((1.0,), 1.0, 9)
                     values.append(ops.rotary(x, batch.positions, rope, shape))
                 elif kind == "attend":
                     ops.store_kv(x, batch, 0, shape)
                     values.append(ops.paged_attention(x, batch, 0, shape, 1.0))
-        return choose.choice([v for v in values if not v.buffer.is_input])
+        return choose.choice([v for v in values if v.buffer.dtype != INPUT])
 
     def logits(self, ops, hidden):
         return hidden
@@ -308,22 +351,22 @@ class RandomModel:
     num_ops=st.integers(0, 40),
     num_tokens=st.integers(1, 5000),
     num_logit_rows=st.integers(0, 300),
-    input_bytes=st.sampled_from([2, 4]),
+    dtype=st.sampled_from(DTYPES),
 )
 def test_no_two_buffers_that_live_at_once_overlap_in_a_step_of_any_size(
-    seed, num_ops, num_tokens, num_logit_rows, input_bytes
+    seed, num_ops, num_tokens, num_logit_rows, dtype
 ):
-    spec = Recorder(max_model_len=9).record(RandomModel(seed, num_ops))
-    assert_nothing_overlaps(spec, input_bytes, num_tokens, num_logit_rows)
-    assert_nothing_overlaps(spec, input_bytes, 1, 1)
+    spec = resolved(Recorder(max_model_len=9).record(RandomModel(seed, num_ops)), dtype)
+    assert_nothing_overlaps(spec, num_tokens, num_logit_rows)
+    assert_nothing_overlaps(spec, 1, 1)
 
 
 @pytest.mark.parametrize("variant", [{}, {"hidden_size": 90, "head_dim": 10}])
 def test_no_two_live_buffers_of_a_llama_overlap(variant):
-    spec = llama_spec(num_hidden_layers=4, **variant)
-    for num_tokens, num_logit_rows in ((1, 0), (1, 1), (3, 2), (17, 17), (513, 1)):
-        for input_bytes in (2, 4):
-            assert_nothing_overlaps(spec, input_bytes, num_tokens, num_logit_rows)
+    for dtype in DTYPES:
+        spec = resolved(llama_spec(num_hidden_layers=4, **variant), dtype)
+        for num_tokens, num_logit_rows in ((1, 0), (1, 1), (3, 2), (17, 17), (513, 1)):
+            assert_nothing_overlaps(spec, num_tokens, num_logit_rows)
 
 
 @settings(max_examples=100, deadline=None)
@@ -382,7 +425,7 @@ def test_logits_are_not_overwritten_by_what_comes_after():
     spec = Recorder(max_model_len=8).record(Written(forward, lambda ops, hidden: kept[0]))
     assert spec.logits not in {op.out for op in spec.ops[3:]}
     assert spec.lifetimes()[spec.logits][1] == len(spec.ops)
-    assert_nothing_overlaps(spec, 2, 5, 5)
+    assert_nothing_overlaps(resolved(spec, "bfloat16"), 5, 5)
 
 
 def test_a_recorder_records_one_model_after_another():
@@ -449,16 +492,105 @@ def test_an_op_given_what_it_cannot_take_is_an_error_that_names_it(message):
         Recorder(max_model_len=8).record(Written(MISUSES[message]))
 
 
-def test_weights_whose_products_take_different_inputs_are_an_error():
-    square = np.zeros((2, 2), np.float32)
+# --- what products take -------------------------------------------------------------------------
+
+
+def test_each_buffer_of_inputs_has_the_dtype_that_its_product_takes():
+    spec = llama_spec(num_hidden_layers=1)
+    taken = {"qkv_proj": "bfloat16", "gate_up_proj": "float32"}
     weights = {
-        "vector": np.zeros(2, np.float32),
-        "narrow": numpy_cpu.PackedWeight(square, input_dtype="bfloat16"),
+        op.weight.name: Takes(taken.get(op.weight.name.split(".")[-2], "int8"))
+        for op in spec.ops
+        if isinstance(op, (Linear, LinearSiluMul))
     }
-    assert input_dtype(weights) == "bfloat16"
-    weights["wide"] = numpy_cpu.PackedWeight(square)
-    with pytest.raises(ValueError, match="one dtype of inputs, got .*bfloat16.*float32"):
-        input_dtype(weights)
+    found = resolve_inputs(spec, weights)
+    for op in found.ops:
+        if isinstance(op, (Linear, LinearSiluMul)):
+            assert found.buffers[op.x].dtype == weights[op.weight.name].input_dtype
+    assert not any(buffer.dtype == INPUT for buffer in found.buffers)
+    assert found.logits == spec.logits and found.buffers[found.logits].dtype == "float32"
+    assert resolve_inputs(found, weights) == found
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "gates_take", "quantized"),
+    [
+        (64, "int8", []),
+        (80, "int8", ["paged_attention"]),  # a group of 32 would be of two heads
+        (64, "bfloat16", ["linear_silu_mul"]),
+        (16, "float32", ["paged_attention", "linear_silu_mul"]),
+    ],
+)
+def test_inputs_are_quantized_after_ops_that_cannot_make_them(head_dim, gates_take, quantized):
+    spec = llama_spec(num_hidden_layers=1, head_dim=head_dim)
+    weights = {
+        op.weight.name: Takes(gates_take if isinstance(op, LinearSiluMul) else "int8")
+        for op in spec.ops
+        if isinstance(op, (Linear, LinearSiluMul))
+    }
+    found = resolve_inputs(spec, weights)
+    after = [
+        (before, op)
+        for before, op in zip(found.ops, found.ops[1:], strict=False)
+        if isinstance(op, Quantize)
+    ]
+    assert [before.name for before, _ in after] == quantized
+    for before, op in after:
+        assert op.x == before.out
+        made, given_ = found.buffers[op.out], found.buffers[op.x]
+        assert (given_.dtype, made.dtype) == ("float32", "int8")
+        assert (given_.extent, given_.width) == (made.extent, made.width)
+        readers = [one for one in found.ops if getattr(one, "x", None) == op.out]
+        assert [type(one) for one in readers] == [Linear]
+    without = [op for op in found.ops if not isinstance(op, Quantize)]
+    assert [op.name for op in without] == [op.name for op in spec.ops]
+    assert resolve_inputs(found, weights) == found
+    attention = next(op for op in found.ops if isinstance(op, PagedAttention))
+    is_split = "paged_attention" in quantized
+    assert found.buffers[attention.out].dtype == ("float32" if is_split else "int8")
+
+
+def test_products_that_read_the_same_inputs_must_take_the_same():
+    def forward(ops, batch):
+        normed = ops.rms_norm(embedded(ops, batch), NORM, 1e-5)
+        first = ops.linear(normed, SQUARE)
+        return ops.linear(normed, plain_parameter("other", (8, 8)), residual=first)
+
+    spec = Recorder(max_model_len=8).record(Written(forward))
+    weights = {"square": Takes("bfloat16"), "other": Takes("bfloat16")}
+    assert resolve_inputs(spec, weights).buffers[spec.ops[1].out].dtype == "bfloat16"
+    weights["other"] = Takes("int8")
+    with pytest.raises(ValueError, match="linear: other expected to take bfloat16 .* takes int8"):
+        resolve_inputs(spec, weights)
+
+
+def test_a_program_of_other_weights_is_not_taken_for_theirs():
+    spec = resolved(llama_spec(num_hidden_layers=1), "int8")
+    with pytest.raises(ValueError, match="expected to take int8 inputs .* takes float32"):
+        resolved(spec, "float32")
+
+
+def test_inputs_that_nobody_reads_are_float32():
+    def forward(ops, batch):
+        x = embedded(ops, batch)
+        ops.rms_norm(x, NORM, 1e-5)
+        return x
+
+    spec = Recorder(max_model_len=8).record(Written(forward))
+    assert resolve_inputs(spec, {}).buffers[spec.ops[1].out].dtype == "float32"
+
+
+def test_a_program_whose_inputs_are_not_resolved_has_no_places():
+    with pytest.raises(ValueError, match="got 'input': resolve inputs first"):
+        llama_spec(num_hidden_layers=1).layout()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "num_bytes"),
+    [("float32", 33, 132), ("bfloat16", 33, 66), ("int8", 32, 44), ("int8", 33, 88)],
+)
+def test_rows_of_int8_are_whole_groups(dtype, width, num_bytes):
+    assert row_bytes(dtype, width) == num_bytes
 
 
 def test_ops_name_their_buffers():

@@ -3,7 +3,7 @@
 A schedule is everything that mustn't matter: which requests run together and in which order, chunk
 sizes, overlap, blocks (their size, how many there are, who shares them), preemption, threads, and
 whether a recorded program runs or the same operations one by one. What each sequence computes
-alone, on one thread, is the oracle.
+alone, on one thread, is the oracle, for weights and keys and values of every kind.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from drive import build_scheduler, load_runner, request, run_requests
+from runner.quantized import save_quantized_checkpoint
 from tiny import save_tiny_checkpoint
 
 from streamkv import _cpu
 from streamkv.ops.extension import load_extension
 from streamkv.protocol import Request, RowAdded, StepInput, StepOutput
+from streamkv.weights.hub import Checkpoint
 
 VOCAB_SIZE = 339
 NUM_TOKENS = 10
@@ -33,12 +35,56 @@ SAMPLING = (
 )
 
 
+class Case(NamedTuple):
+    """A model and the formats of its numbers."""
+
+    checkpoint: Checkpoint
+    config: dict[str, Any]
+    formats: str  # as the runner says
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Widths that are no multiples of panels and vectors."""
+    """Widths that are no multiples of panels and vectors, nor of groups."""
     return save_tiny_checkpoint(
         tmp_path_factory.mktemp("tiny"), head_dim=16, hidden_size=72, intermediate_size=90
     )
+
+
+@pytest.fixture(scope="module")
+def cases(folder, tmp_path_factory) -> dict[str, Case]:
+    plain = Checkpoint(folder, "huggingface")
+    small = save_quantized_checkpoint(
+        tmp_path_factory.mktemp("small"),
+        lambda name: "Q8_0" if "embed" in name else "Q4_1",
+        head_dim=16,
+        hidden_size=96,
+        intermediate_size=96,
+    )
+    super_ = save_quantized_checkpoint(
+        tmp_path_factory.mktemp("super"),
+        lambda name: "Q6_K" if "v_proj" in name or "embed" in name else "Q4_K",
+        head_dim=64,
+        hidden_size=256,
+        intermediate_size=256,
+    )
+    return {
+        "float32": Case(plain, {"dtype": "float32"}, "float32 weights, float32 inputs, float32 KV"),
+        "bfloat16": Case(plain, {"dtype": "bfloat16"}, "bfloat16 weights, "),
+        "int8": Case(
+            plain,
+            {"dtype": "bfloat16", "quantization": "int8"},
+            "int8 weights, int8 inputs, bfloat16 KV",
+        ),
+        "Q4_1": Case(
+            small.checkpoint,
+            {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+            "Q4_1 + Q8_0 weights, int8 inputs, int8 KV",
+        ),
+        "Q4_K": Case(
+            super_.checkpoint, {"dtype": "bfloat16"}, "Q4_K + Q6_K weights, int8 inputs, bfloat16"
+        ),
+    }
 
 
 class Place(NamedTuple):
@@ -124,9 +170,10 @@ def run(runner: Any, info: Any, chosen: list[Request], **options: Any) -> Answer
     return Answers(watched.logits, tokens)
 
 
-def alone(folder: Path, dtype: str) -> Answers:
+def alone(case: Case) -> Answers:
     """Each sequence on its own: no neighbours, no chunks, no cached prefix, one thread."""
-    runner, info = load_runner(folder, ops="native", dtype=dtype, threads=1)
+    runner, info = load_runner(case.checkpoint, ops="native", threads=1, **case.config)
+    assert info.formats.startswith(case.formats)
     logits: dict[Place, list[bytes]] = {}
     tokens: dict[str, list[list[int]]] = {}
     for one in requests():
@@ -174,9 +221,9 @@ class Seen(NamedTuple):
     num_hit_tokens: int
 
 
-def check(folder: Path, dtype: str, expected: Answers, seed: int) -> Seen:
+def check(case: Case, expected: Answers, seed: int) -> Seen:
     schedule = draw(random.Random(seed))
-    runner, info = load_runner(folder, ops="native", dtype=dtype, **schedule.load)
+    runner, info = load_runner(case.checkpoint, ops="native", **case.config, **schedule.load)
     scheduler = build_scheduler(info, **schedule.scheduler)
     for chosen in schedule.rounds:  # in the second much may be cached
         found = run(runner, info, chosen, depth=schedule.depth, scheduler=scheduler)
@@ -198,28 +245,31 @@ def instruction_set() -> Iterator[Any]:
     _cpu.set_isa(before)
 
 
+NAMES = ("float32", "bfloat16", "int8", "Q4_1", "Q4_K")
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_bit_depends_on_the_schedule(folder, dtype):
+@pytest.mark.parametrize("name", NAMES)
+def test_no_bit_depends_on_the_schedule(cases, name):
     """25 schedules each."""
-    expected = alone(folder, dtype)
-    seen = [check(folder, dtype, expected, seed) for seed in range(25)]
+    expected = alone(cases[name])
+    seen = [check(cases[name], expected, seed) for seed in range(25)]
     assert sum(one.num_preemptions > 0 for one in seen) >= 5
     assert sum(one.num_hit_tokens > 0 for one in seen) >= 5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("isa", _cpu.available_isas()[1:])
-def test_nor_on_any_other_instruction_set(folder, dtype, isa, instruction_set):
+def test_nor_on_any_other_instruction_set(cases, name, isa, instruction_set):
     instruction_set(isa)
-    expected = alone(folder, dtype)
+    expected = alone(cases[name])
     for seed in range(100, 104):
-        check(folder, dtype, expected, seed)
+        check(cases[name], expected, seed)
 
 
-def test_the_oracle_has_logits_for_every_token(folder):
+def test_the_oracle_has_logits_for_every_token(cases):
     """So that no comparison above is of nothing."""
-    expected = alone(folder, "float32")
+    expected = alone(cases["float32"])
     num_sequences = sum(one.sampling.n for one in requests())
     assert len(expected.logits) == num_sequences * NUM_TOKENS
     # A greedy answer may repeat itself to the bit; most tokens have logits of their own.

@@ -80,6 +80,40 @@ def test_single_native_operations_are_refused_where_torch_would_run(monkeypatch,
         build(enforce_eager=True)
 
 
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"quantization": "int8"}, "--quantization int8: the native kernels compute with it"),
+        ({"quantization": "int4"}, "--quantization int4: "),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: "),
+        ({"kv_cache_dtype": "float32"}, "--kv-cache-dtype float32: "),  # of a model in bfloat16
+        ({"kv_cache_dtype": "bfloat16", "dtype": "float32"}, "--kv-cache-dtype bfloat16: "),
+    ],
+)
+def test_formats_that_torch_does_not_compute_with_are_refused(monkeypatch, tmp_path, wish, message):
+    with pytest.raises(ConfigError, match=f"^{message}.*--ops reference is plain torch"):
+        build(device="cpu", ops="reference", **wish)
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(select, "CUDA_DEVICE_FILES", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=f"^{message}.* leave "):
+            build(device=device, **wish)
+    assert type(build(device="cpu", **wish)) is CpuRunner
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"quantization": "none"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "float32", "dtype": "float32"},
+    ],
+)
+def test_formats_that_torch_has_anyway_are_granted(wish):
+    assert type(build(device="cpu", ops="reference", **wish)) is TorchRunner
+
+
 def test_without_torch_a_gpu_is_left_alone_and_what_needs_torch_is_refused(
     monkeypatch, tmp_path, caplog
 ):

@@ -5,53 +5,53 @@ from __future__ import annotations
 import os
 import struct
 import time
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
+from weights.gguf_files import MADE_BY_GGUF, QUANTIZED, RANDOM, finish, stored, write_gguf
 
 from streamkv.errors import ModelLoadError
+from streamkv.weights import gguf as gguf_module
+from streamkv.weights import reading
 from streamkv.weights.gguf import GGUFFile
-
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
-
-
-def write_gguf(path: Path, *, metadata=None, tensors=None, alignment: int | None = None) -> Path:
-    """`tensors` maps a name to (values, type name); written by the gguf package."""
-    writer = gguf.GGUFWriter(path, "llama")
-    if alignment:
-        writer.add_custom_alignment(alignment)
-    for key, (value, value_type) in (metadata or {}).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType[value_type])
-    for name, (values, type_name) in (tensors or {}).items():
-        tensor_type = gguf.GGMLQuantizationType[type_name]
-        writer.add_tensor(name, quantize(values, tensor_type), raw_dtype=tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+from streamkv.weights.reading import RowRange
 
 
 def random_values(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize("type_name", TYPES)
-@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 32), (40_000, 32)])
+@pytest.mark.parametrize("type_name", (*MADE_BY_GGUF, *RANDOM))
+@pytest.mark.parametrize("shape", [(3, 512), (2, 3, 256), (5_000, 256)])
 def test_values_are_bit_identical_to_the_gguf_packages(tmp_path, type_name, shape):
     values = random_values(*shape)
     path = write_gguf(tmp_path / "a.gguf", tensors={"t": (values, type_name)})
-    tensor_type = gguf.GGMLQuantizationType[type_name]
-    expected = dequantize(quantize(values, tensor_type), tensor_type)
+    expected = dequantize(stored(values, type_name), gguf.GGMLQuantizationType[type_name])
     file = GGUFFile(path)
     found = file.read("t")
+    chunks = [chunk.copy() for chunk in file.chunks("t")]
     file.close()
     assert file.tensors["t"].shape == shape and file.tensors["t"].type == type_name
     assert found.dtype == np.float32
     assert np.array_equal(found.view(np.uint32), expected.reshape(shape).view(np.uint32))
+    if type_name != "BF16":  # in chunks its bits
+        assert np.array_equal(np.concatenate(chunks), found)
+
+
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_blocks_are_the_files_bytes_for_any_range_of_rows(tmp_path, monkeypatch, type_name):
+    monkeypatch.setattr(reading, "CHUNK_VALUES", 7 * 512)
+    values = random_values(41, 512)
+    tensors = {"other": (values, "F32"), "t": (values, type_name)}
+    file = GGUFFile(write_gguf(tmp_path / "a.gguf", tensors=tensors))
+    expected = stored(values, type_name)
+    for rows in (None, (0, 41), (6, 20), (39, 41), (5, 5)):
+        found = [chunk.copy() for chunk in file.blocks("t", 3, RowRange(*rows) if rows else None)]
+        assert all(len(chunk) % 3 == 0 for chunk in found[:-1])
+        first, end = rows or (0, 41)
+        assert np.array_equal(np.concatenate([expected[:0], *found]), expected[first:end])
 
 
 def test_extreme_scales_are_values_and_not_warnings(tmp_path):
@@ -60,10 +60,7 @@ def test_extreme_scales_are_values_and_not_warnings(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     raw = block.view(np.uint8).reshape(1, 34)
     writer.add_tensor("t", raw, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, tmp_path / "a.gguf")
     assert np.isnan(GGUFFile(tmp_path / "a.gguf").read("t")).all()
 
 
@@ -96,6 +93,17 @@ def test_every_metadata_type_is_read(tmp_path):
     assert {key: file.metadata[key] for key in expected} == expected
     assert file.metadata["yes"] is True and file.metadata["flags"] == [True, False]
     assert file.metadata["general.architecture"] == "llama"
+
+
+@pytest.mark.parametrize("header_bytes", [*range(1, 12), 61])
+def test_a_header_is_read_in_pieces_wherever_they_end(tmp_path, monkeypatch, header_bytes):
+    monkeypatch.setattr(gguf_module, "HEADER_BYTES", header_bytes)
+    tensors = {"a": (random_values(1, 5), "F32"), "b": (random_values(1, 3), "F32")}
+    file = GGUFFile(write_gguf(tmp_path / "a.gguf", metadata=METADATA, tensors=tensors))
+    assert {key: file.metadata[key] for key in METADATA} == {
+        key: value for key, (value, _) in METADATA.items()
+    }
+    assert np.array_equal(file.read("b"), tensors["b"][0])
 
 
 def test_a_vocabulary_is_parsed_fast(tmp_path):
@@ -169,7 +177,7 @@ DEEP_ARRAY = b"".join(struct.pack("<IQ", 9, 1) for _ in range(50))
         (b"PK\x03\x04 something else", "not a GGUF file"),
         (raw_gguf(version=1), "expected GGUF version 2 or 3"),
         (raw_gguf(version=0x03000000), "little-endian"),
-        (raw_gguf(tensors=[("t", (256,), 12, 0)]), "tensor 't' has type Q4_K"),
+        (raw_gguf(tensors=[("t", (256,), 10, 0)]), "tensor 't' has type Q2_K"),
         (raw_gguf(tensors=[("t", (256,), 99, 0)]), "tensor 't' has type number 99"),
         (raw_gguf(tensors=[("t", (33,), 8, 0)]), "multiple of 32"),
         (raw_gguf(tensors=[("\x1b[2J\n", (33,), 8, 0)]), r"'\x1b[2J\n'"),

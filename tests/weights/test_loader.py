@@ -15,33 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_checkpoint
 from transformers import LlamaForCausalLM
+from weights.gguf_files import finish, save_gguf
+from weights.loading import CPU, assert_equal, change_tensors, load, unpacked
 
 from streamkv.errors import ModelLoadError
 from streamkv.models import ModelConfig, build_model
 from streamkv.models.rope import LinearScaling, NoScaling, PairScaling
 from streamkv.ops.extension import load_extension
-from streamkv.weights import reading
+from streamkv.weights import gguf_llama, reading
 from streamkv.weights.hub import Checkpoint
-from streamkv.weights.loader import load_packed, open_checkpoint, packed_bytes
-from streamkv.weights.torch_loader import load_parameters, weight_bytes
-
-CPU = torch.device("cpu")
-
-
-def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    checkpoint = Checkpoint(path, "gguf" if path.suffix == ".gguf" else "huggingface")
-    source = open_checkpoint(checkpoint)
-    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
-    fractions: list[float] = []
-    try:
-        weights = load_parameters(
-            source, parameters, dtype=dtype, device=CPU, progress=fractions.append
-        )
-    finally:
-        source.close()
-    assert fractions == sorted(fractions) and fractions[-1] == 1
-    assert sum(tensor.nbytes for tensor in weights.values()) == weight_bytes(parameters, dtype)
-    return weights
+from streamkv.weights.loader import load_packed, open_checkpoint
+from streamkv.weights.torch_loader import load_parameters
 
 
 def refusal(path: Path) -> str:
@@ -50,55 +34,6 @@ def refusal(path: Path) -> str:
         load(path)
     assert "\n" not in caught.value.message
     return caught.value.message
-
-
-def change_tensors(folder: Path, change) -> None:
-    """Rewrite model.safetensors with `change` applied to its dict of tensors."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def save_gguf(folder: Path, path: Path, *, tensors=None, **metadata) -> Path:
-    """The folder's model as llama.cpp's converter would write it, in float32, and `tensors`."""
-    config = json.loads((folder / "config.json").read_text())
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(num_heads)
-    writer.add_head_count_kv(num_kv_heads)
-    writer.add_key_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
-    for key, value in metadata.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_string
-        add(key.replace("__", "."), value)
-    for name, values in (tensors or {}).items():
-        writer.add_tensor(name, values)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        values = tensor.numpy()
-        for projection, heads in (("q_proj", num_heads), ("k_proj", num_kv_heads)):
-            if f".{projection}." in name:
-                halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-                values = halves.swapaxes(1, 2).reshape(values.shape).copy()
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def test_fused_weights_hold_their_parts_in_order(tmp_path):
@@ -149,40 +84,10 @@ def test_tensors_read_in_chunks_are_those_read_at_once(tmp_path, monkeypatch, ki
     path = save_gguf(folder, tmp_path / "model.gguf") if kind == "gguf" else folder
     expected = load(path)
     monkeypatch.setattr(reading, "CHUNK_VALUES", 1)
-    monkeypatch.setattr(reading.row_ranges, "__defaults__", (5,))
+    monkeypatch.setattr(reading.row_ranges, "__defaults__", (5, None))
+    monkeypatch.setattr(gguf_llama, "ROW_MULTIPLE", 1)
     assert_equal(load(path), expected)
     assert_equal(expected, load(folder))
-
-
-def unpacked(path: Path, dtype: str, num_threads: int) -> dict[str, torch.Tensor]:
-    """What the kernels' weights hold."""
-    source = open_checkpoint(Checkpoint(path, "gguf" if path.suffix == ".gguf" else "huggingface"))
-    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
-    fractions: list[float] = []
-    weights = load_packed(
-        load_extension(),
-        source,
-        parameters,
-        dtype=dtype,
-        num_threads=num_threads,
-        progress=fractions.append,
-    )
-    source.close()
-    assert fractions == sorted(fractions) and fractions[-1] == 1
-    assert [*weights] == [parameter.name for parameter in parameters]
-    found, num_bytes = {}, 0
-    for parameter in parameters:
-        weight = weights[parameter.name]
-        if len(parameter.shape) == 1:
-            assert weight.dtype == np.float32 and weight.flags.owndata
-            found[parameter.name], num_bytes = torch.from_numpy(weight), num_bytes + weight.nbytes
-        else:
-            assert (weight.dtype, weight.is_paired) == (dtype, parameter.is_paired)
-            values = weight.unpack(0, weight.num_outputs)
-            found[parameter.name] = torch.from_numpy(values)
-            num_bytes += weight.num_bytes
-    assert num_bytes >= packed_bytes(parameters, dtype) > 0.5 * num_bytes
-    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -581,8 +486,5 @@ def test_gguf_files_of_other_families_or_without_facts_are_refused(tmp_path):
     for name, expected in (("mamba", "got 'mamba'"), ("llama", "hidden_size")):
         writer = gguf.GGUFWriter(tmp_path / "a.gguf", name)
         writer.add_token_list(["a", "b"])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer, tmp_path / "a.gguf")
         assert expected in refusal(tmp_path / "a.gguf")

@@ -9,17 +9,20 @@
 // on how the work was cut: each output has one accumulator, filled in a fixed order.
 //
 // Activations are float32, but for the left sides of matrix products ("inputs"), which have the
-// type that the table's products take: float32 where weights are widened in flight, bfloat16 where
-// there is an instruction for products of bfloat16.
+// type that the product takes: for float weights float32 where they are widened in flight and
+// bfloat16 where there is an instruction for products of bfloat16; for quantized weights groups of
+// int8 (quantized.h).
 #pragma once
 
 #include <stdint.h>
 
 #include "streamkv/batch.h"
+#include "streamkv/quantized.h"
 
 namespace streamkv {
 
-enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // float16: sources only
+// float16: sources only. int8: inputs, rows of InputGroups; and KV, with a scale a token and head.
+enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kMaxHeads = int64_t{1} << 20;  // so that no row's size overflows
@@ -57,7 +60,7 @@ struct RmsNormArgs {
   const float* x;       // [num_rows, hidden]
   const float* weight;  // [hidden]
   void* out;            // [num_rows, hidden] inputs
-  Dtype out_dtype;
+  Dtype out_dtype;      // any of inputs
   int64_t num_rows;
   int64_t hidden;
   float eps;
@@ -70,7 +73,28 @@ struct MatmulArgs {
   const float* bias;      // [num_outputs] or null
   const float* residual;  // [num_rows, num_outputs] or null; may be `out`
   void* out;              // float [num_rows, num_outputs]; paired: inputs [num_rows, num_outputs / 2]
+  Dtype out_dtype;        // kFloat32; paired: or kBFloat16
   int64_t num_rows;
+};
+
+// The same for quantized weights.
+struct QuantizedMatmulArgs {
+  const InputGroup* x;    // [num_rows, divide_up(depth, kInputGroup)]
+  QuantizedWeight weight;
+  const float* bias;      // [num_outputs] or null
+  const float* residual;  // [num_rows, num_outputs] or null; may be `out`
+  void* out;              // float [num_rows, num_outputs]; paired: inputs [num_rows, num_outputs / 2]
+  Dtype out_dtype;        // kFloat32; paired: any of inputs
+  int64_t num_rows;
+  int64_t num_threads = 2;  // that share the items: decides their order alone
+};
+
+// Float rows to rows of InputGroups, where the op that made them couldn't.
+struct QuantizeArgs {
+  const float* x;   // [num_rows, width]
+  InputGroup* out;  // [num_rows, divide_up(width, kInputGroup)]
+  int64_t num_rows;
+  int64_t width;
 };
 
 struct RotaryArgs {
@@ -84,11 +108,12 @@ struct RotaryArgs {
   int64_t head_dim;
 };
 
-// One layer of the KV cache. A block holds all layers: [layer, 2, num_kv_heads, block_size *
-// head_dim]; how the last dimension is laid out is up to store_kv and attention (attention.h).
+// One layer of the KV cache. A block holds all layers: [layer, 2, num_kv_heads] parts, a head's keys
+// or values of block_size tokens, with their scales; how a part is laid out is up to store_kv and
+// attention (isa/store_kv.h).
 struct KvLayer {
   void* data;   // this layer's part of block 0
-  Dtype dtype;  // kFloat32 or kBFloat16
+  Dtype dtype;  // kFloat32, kBFloat16 or kInt8
   int64_t block_stride_bytes;
   int64_t num_blocks;
   int64_t block_size;
@@ -112,7 +137,7 @@ struct AttentionArgs {
   const Batch* batch;
   const AttentionPlan* plan;
   void* out;  // [num_tokens, num_heads * head_dim] inputs
-  Dtype out_dtype;
+  Dtype out_dtype;  // any of inputs; kInt8 if head_dim is a multiple of kInputGroup
   int64_t num_heads;
   float scale;
 };
@@ -158,12 +183,26 @@ struct PeakKernels {
   int64_t (*fma)(int64_t num_rounds, float* out);
   // The same of bfloat16 dot products; null where there is no instruction.
   int64_t (*bf16_dot)(int64_t num_rounds, float* out);
+  // The same of products of bytes summed in 32 bits, by the instructions that the kernels use.
+  int64_t (*int8_dot)(int64_t num_rounds, float* out);
   // Reads 64-byte aligned data, a multiple of 512 bytes, prefetching so far ahead (0: not at all).
   void (*read)(const void* data, int64_t num_bytes, int64_t ahead_bytes, float* out);
 };
 
+struct QuantizedKernels {
+  int64_t (*packed_bytes)(WeightFormat format, int64_t num_outputs, int64_t depth);
+  void (*pack)(const QuantizedPackArgs& args);
+  // Rows [first_output, + num_rows) as float32 [num_rows, depth]: just the file's values.
+  void (*unpack)(const QuantizedWeight& weight, int64_t first_output, int64_t num_rows,
+                 float* out);
+  Kernel<QuantizedEmbeddingArgs> embedding;
+  Kernel<QuantizedMatmulArgs> matmul;
+  Kernel<QuantizeArgs> quantize;
+};
+
 struct Kernels {
-  const char* isa;      // "baseline", "avx2", "avx512", "avx512_bf16", "neon"
+  // "baseline", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_dotprod"
+  const char* isa;
   int64_t panel;        // outputs in a panel of a packed weight
   Dtype bf16_inputs;    // what the left side of a product with bfloat16 weights is
   int64_t (*packed_bytes)(const PackedWeight& weight);  // of `data`
@@ -178,6 +217,7 @@ struct Kernels {
   Kernel<StoreKvArgs> store_kv;
   Kernel<AttentionArgs> attention;
   Kernel<SelectRowsArgs> select_rows;
+  QuantizedKernels quantized;
   SamplingKernels sampling;
   PeakKernels peaks;
 };

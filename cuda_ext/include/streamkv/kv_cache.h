@@ -9,8 +9,8 @@
 namespace streamkv {
 
 struct KvCache {
-  Memory memory;  // [num_blocks, num_layers, 2, num_kv_heads, block_size * head_dim]
-  Dtype dtype;    // kFloat32 or kBFloat16
+  Memory memory;  // [num_blocks, num_layers, 2, num_kv_heads] parts
+  Dtype dtype;    // kFloat32, kBFloat16 or kInt8
   int64_t num_blocks;
   int64_t num_layers;
   int64_t num_kv_heads;
@@ -21,6 +21,7 @@ struct KvCache {
   static KvCache allocate(Dtype dtype, int64_t num_blocks, int64_t num_layers,
                           int64_t num_kv_heads, int64_t block_size, int64_t head_dim);
 
+  int64_t part_bytes() const;  // the keys or values of one head, with their scales
   int64_t block_bytes() const;
   KvLayer layer(int64_t index) const;
   void copy_block(int64_t source, int64_t target);  // all layers; ids are in range

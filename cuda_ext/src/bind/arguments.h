@@ -12,6 +12,7 @@
 #include <string>
 
 #include "streamkv/bound_kernel.h"
+#include "streamkv/quantize.h"
 #include "streamkv/team.h"
 
 namespace streamkv {
@@ -107,16 +108,53 @@ inline const int32_t* indices(const char* op, const char* argument, const Array&
 }
 
 inline const char* dtype_name(Dtype dtype) {
-  return dtype == Dtype::kFloat32 ? "float32" : dtype == Dtype::kBFloat16 ? "bfloat16" : "float16";
+  switch (dtype) {
+    case Dtype::kFloat32: return "float32";
+    case Dtype::kBFloat16: return "bfloat16";
+    case Dtype::kFloat16: return "float16";
+    default: return "int8";
+  }
 }
 
+// Of float weights.
 inline Dtype parse_dtype(const char* op, const char* argument, const std::string& name) {
   if (name == "float32") return Dtype::kFloat32;
   if (name == "bfloat16") return Dtype::kBFloat16;
   refuse(op, argument, "'float32' or 'bfloat16'", "'" + name + "'");
 }
 
-// A new array [rows, columns], float32 or bfloat16 bits.
+// Of what may also be whole numbers: inputs of products, and KV.
+inline Dtype parse_any_dtype(const char* op, const char* argument, const std::string& name) {
+  if (name == "float32") return Dtype::kFloat32;
+  if (name == "bfloat16") return Dtype::kBFloat16;
+  if (name == "int8") return Dtype::kInt8;
+  refuse(op, argument, "'float32', 'bfloat16' or 'int8'", "'" + name + "'");
+}
+
+// [any, width] inputs of a product, as it takes them.
+inline const void* inputs(const char* op, const Array& x, Dtype dtype, int64_t width) {
+  if (dtype == Dtype::kFloat32) return elements<float>(op, "x", x, {kAny, width});
+  if (dtype == Dtype::kBFloat16) return elements<Bf16Bits>(op, "x", x, {kAny, width});
+  const uint8_t* groups = elements<uint8_t>(op, "x", x, {kAny, input_row_bytes(dtype, width)});
+  if (reinterpret_cast<uintptr_t>(groups) % alignof(InputGroup) != 0)
+    refuse(op, "x", "an array aligned to 4 bytes", "one that is not");
+  return groups;
+}
+
+// Rows of floats [rows, depth] to pack or quantize, and their type.
+inline Dtype check_rows(const char* op, const Array& source, int64_t depth) {
+  const nb::dlpack::dtype dtype = source.dtype(), half{2, 16, 1};  // float, bits, lanes
+  const bool is_float = dtype == nb::dtype<float>(), is_bf16 = dtype == nb::dtype<uint16_t>();
+  if (!is_float && !is_bf16 && dtype != half)
+    refuse(op, "source", "float32, float16 or uint16 (bfloat16 bits)", describe(source));
+  if (!has_shape(source, {kAny, depth}) || !is_contiguous(source))
+    refuse(op, "source",
+           "C-contiguous [rows, " + (depth == kAny ? "depth" : std::to_string(depth)) + "]",
+           describe(source) + (is_contiguous(source) ? "" : ", strided"));
+  return is_float ? Dtype::kFloat32 : is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16;
+}
+
+// A new array: [rows, columns] of float32 or bfloat16 bits, or of int8 the bytes of InputGroups.
 struct Output {
   nb::object array;
   void* data;
@@ -133,8 +171,9 @@ Output make_output_of(int64_t rows, int64_t columns) {
 }
 
 inline Output make_output(Dtype dtype, int64_t rows, int64_t columns) {
-  return dtype == Dtype::kFloat32 ? make_output_of<float>(rows, columns)
-                                  : make_output_of<uint16_t>(rows, columns);
+  if (dtype == Dtype::kFloat32) return make_output_of<float>(rows, columns);
+  if (dtype == Dtype::kBFloat16) return make_output_of<uint16_t>(rows, columns);
+  return make_output_of<uint8_t>(rows, input_row_bytes(dtype, columns));
 }
 
 template <class Args>

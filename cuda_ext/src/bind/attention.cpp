@@ -140,7 +140,10 @@ nb::object paged_attention(Team& team, const Array& qkv, const KvCache& cache,
   args.cache = layer_of(kOp, cache, layer);
   args.qkv = check_qkv(kOp, qkv, cache, num_heads, batch.num_tokens);
   args.batch = &batch;
-  args.out_dtype = parse_dtype(kOp, "out_dtype", out_dtype);
+  args.out_dtype = parse_any_dtype(kOp, "out_dtype", out_dtype);
+  if (args.out_dtype == Dtype::kInt8 && cache.head_dim % kInputGroup != 0)
+    refuse(kOp, "out_dtype", "'float32' or 'bfloat16' of heads of " +
+           std::to_string(cache.head_dim), "'int8'");
   args.num_heads = num_heads;
   args.scale = scale;
   check_contexts(kOp, batch, args.cache);

@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <bit>
 #include <string>
 
 #include "arguments.h"
@@ -12,38 +13,52 @@
 namespace streamkv {
 namespace {
 
-float element(const void* data, Dtype dtype, int64_t index) {
-  float value;
-  if (dtype == Dtype::kFloat32) {
-    memcpy(&value, static_cast<const float*>(data) + index, sizeof(value));
-  } else {
-    const uint32_t bits = uint32_t{static_cast<const uint16_t*>(data)[index]} << 16;
-    memcpy(&value, &bits, sizeof(value));
-  }
+// What a byte of int8 keys is stored with (isa/quantized_layout.h).
+#if defined(__ARM_NEON)
+constexpr uint8_t kKeyBits = 0;
+#else
+constexpr uint8_t kKeyBits = 0x80;
+#endif
+
+template <class T>
+T read_at(const char* data, int64_t index) {
+  T value;
+  memcpy(&value, data + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
   return value;
 }
 
 // Where a key's element lies in its head's part of a block (isa/store_kv.h).
 int64_t key_index(const KvLayer& layer, int64_t offset, int64_t dim) {
-  if (layer.dtype == Dtype::kFloat32) return dim * layer.block_size + offset;
-  return (dim / 2 * layer.block_size + offset) * 2 + dim % 2;
+  const int64_t in_word = layer.dtype == Dtype::kInt8 ? 4 : layer.dtype == Dtype::kBFloat16 ? 2 : 1;
+  return (dim / in_word * layer.block_size + offset) * in_word + dim % in_word;
 }
 
-nb::object read_heads(const KvLayer& layer, int64_t block, int64_t first_head, bool is_key) {
-  const int64_t elements = layer.block_size * layer.head_dim;
-  auto* out = new float[layer.num_kv_heads * elements];
+// One number of a head's part of a block; `offset` is the token's.
+float number(const KvLayer& layer, const char* part, bool is_key, int64_t offset, int64_t dim) {
+  const int64_t index =
+      is_key ? key_index(layer, offset, dim) : offset * layer.head_dim + dim;
+  if (layer.dtype == Dtype::kFloat32) return read_at<float>(part, index);
+  if (layer.dtype == Dtype::kBFloat16)
+    return std::bit_cast<float>(uint32_t{read_at<uint16_t>(part, index)} << 16);
+  const float scale = read_at<float>(part + layer.block_size * layer.head_dim, offset);
+  const uint8_t byte = read_at<uint8_t>(part, index);
+  return static_cast<float>(static_cast<int8_t>(is_key ? byte ^ kKeyBits : byte)) * scale;
+}
+
+nb::object read_heads(const KvCache& cache, int64_t block, int64_t layer, bool is_key) {
+  const KvLayer view = cache.layer(layer);
+  auto* out = new float[view.num_kv_heads * view.block_size * view.head_dim];
   nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-  const void* data = static_cast<const char*>(layer.data) + block * layer.block_stride_bytes;
+  const char* part = static_cast<const char*>(view.data) + block * view.block_stride_bytes +
+                     (is_key ? 0 : view.num_kv_heads * cache.part_bytes());
   float* to = out;
-  for (int64_t head = first_head; head < first_head + layer.num_kv_heads; ++head)
-    for (int64_t offset = 0; offset < layer.block_size; ++offset)
-      for (int64_t dim = 0; dim < layer.head_dim; ++dim)
-        *to++ = element(data, layer.dtype,
-                        head * elements + (is_key ? key_index(layer, offset, dim)
-                                                  : offset * layer.head_dim + dim));
-  const size_t shape[3] = {static_cast<size_t>(layer.num_kv_heads),
-                           static_cast<size_t>(layer.block_size),
-                           static_cast<size_t>(layer.head_dim)};
+  for (int64_t head = 0; head < view.num_kv_heads; ++head, part += cache.part_bytes())
+    for (int64_t offset = 0; offset < view.block_size; ++offset)
+      for (int64_t dim = 0; dim < view.head_dim; ++dim)
+        *to++ = number(view, part, is_key, offset, dim);
+  const size_t shape[3] = {static_cast<size_t>(view.num_kv_heads),
+                           static_cast<size_t>(view.block_size),
+                           static_cast<size_t>(view.head_dim)};
   return nb::cast(nb::ndarray<nb::numpy, float>(out, 3, shape, owner));
 }
 
@@ -55,9 +70,8 @@ void check_index(const char* op, const char* name, int64_t index, int64_t limit)
 nb::tuple read(const KvCache& cache, int64_t block, int64_t layer) {
   check_index("KvCache.read", "block", block, cache.num_blocks);
   check_index("KvCache.read", "layer", layer, cache.num_layers);
-  const KvLayer view = cache.layer(layer);
-  return nb::make_tuple(read_heads(view, block, 0, true),
-                        read_heads(view, block, view.num_kv_heads, false));
+  return nb::make_tuple(read_heads(cache, block, layer, true),
+                        read_heads(cache, block, layer, false));
 }
 
 void copy_block(KvCache& cache, int64_t source, int64_t target) {
@@ -68,7 +82,7 @@ void copy_block(KvCache& cache, int64_t source, int64_t target) {
 
 void init(KvCache* self, const std::string& dtype, int64_t num_blocks, int64_t num_layers,
           int64_t num_kv_heads, int64_t block_size, int64_t head_dim) {
-  new (self) KvCache(KvCache::allocate(parse_dtype("KvCache", "dtype", dtype), num_blocks,
+  new (self) KvCache(KvCache::allocate(parse_any_dtype("KvCache", "dtype", dtype), num_blocks,
                                        num_layers, num_kv_heads, block_size, head_dim));
 }
 

@@ -6,6 +6,7 @@ namespace nb = nanobind;
 namespace streamkv {
 
 void bind_weights(nb::module_& m);
+void bind_quantized(nb::module_& m);
 void bind_kv_cache(nb::module_& m);
 void bind_team(nb::module_& m);
 void bind_ops(nb::module_& m);
@@ -24,6 +25,7 @@ NB_MODULE(_cpu, m) {
   nb::set_leak_warnings(false);
   // Classes before the functions that take them.
   bind_weights(m);
+  bind_quantized(m);
   bind_kv_cache(m);
   bind_team(m);
   bind_ops(m);

@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "arguments.h"
 #include "weights.h"
@@ -25,20 +26,27 @@ int64_t num_columns(const Array& array) {
   return array.ndim() < 2 ? kAny : static_cast<int64_t>(array.shape(1));
 }
 
-const OwnedWeight& check_weight(const char* op, const OwnedWeight& weight) {
-  if (weight.table != &kernels())
-    refuse(op, "weight", std::string("one packed for ") + kernels().isa, weight.table->isa);
-  return weight;
+const auto& embedding_kernel(const PackedWeight&) { return kernels().embedding; }
+const auto& embedding_kernel(const QuantizedWeight&) { return kernels().quantized.embedding; }
+const auto& matmul_kernel(const PackedWeight&) { return kernels().matmul; }
+const auto& matmul_kernel(const QuantizedWeight&) { return kernels().quantized.matmul; }
+
+template <class Args>
+Args no_args(const Kernel<Args>&) {
+  return {};
 }
 
-nb::object embedding(Team& team, const Array& token_ids, const OwnedWeight& weight) {
+template <class Owned>
+nb::object embedding(Team& team, const Array& token_ids, const Owned& weight) {
   constexpr auto kOp = "embedding";
-  const PackedWeight& view = check_weight(kOp, weight).view;
-  const int32_t* ids = indices(kOp, "token_ids", token_ids, kAny, view.num_outputs);
-  const int64_t num_tokens = num_rows(token_ids);
-  const Output out = make_output(Dtype::kFloat32, num_tokens, view.depth);
-  const EmbeddingArgs args{ids, view, static_cast<float*>(out.data), num_tokens};
-  run_op(team, kernels().embedding, args);
+  const auto& view = check_weight(kOp, weight);
+  auto args = no_args(embedding_kernel(view));
+  args.weight = view;
+  args.token_ids = indices(kOp, "token_ids", token_ids, kAny, view.num_outputs);
+  args.num_tokens = num_rows(token_ids);
+  const Output out = make_output(Dtype::kFloat32, args.num_tokens, view.depth);
+  args.out = static_cast<float*>(out.data);
+  run_op(team, embedding_kernel(view), args);
   return out.array;
 }
 
@@ -50,7 +58,7 @@ nb::object rms_norm(Team& team, const Array& x, const Array& weight, float eps,
   args.num_rows = num_rows(x);
   args.hidden = num_columns(x);
   args.weight = elements<float>(kOp, "weight", weight, {args.hidden});
-  args.out_dtype = parse_dtype(kOp, "out_dtype", out_dtype);
+  args.out_dtype = parse_any_dtype(kOp, "out_dtype", out_dtype);
   args.eps = eps;
   const Output out = make_output(args.out_dtype, args.num_rows, args.hidden);
   args.out = out.data;
@@ -58,43 +66,59 @@ nb::object rms_norm(Team& team, const Array& x, const Array& weight, float eps,
   return out.array;
 }
 
-// linear and linear_silu_mul, but for what they write to.
-MatmulArgs check_product(const char* op, const Array& x, const OwnedWeight& weight,
-                         const OptionalArray& bias, bool is_paired) {
-  MatmulArgs args{};
-  args.weight = check_weight(op, weight).view;
-  if (args.weight.is_paired != is_paired)
+// linear and linear_silu_mul, but for what they write to: MatmulArgs or QuantizedMatmulArgs.
+template <class Owned>
+auto check_product(const char* op, const Array& x, const Owned& weight, const OptionalArray& bias,
+                   bool is_paired) {
+  const auto& view = check_weight(op, weight);
+  if (view.is_paired != is_paired)
     refuse(op, "weight", is_paired ? "a paired one" : "one that is not paired",
            is_paired ? "one that is not" : "a paired one");
-  if (weight.input_dtype() == Dtype::kFloat32)
-    args.x = elements<float>(op, "x", x, {kAny, args.weight.depth});
-  else
-    args.x = elements<Bf16Bits>(op, "x", x, {kAny, args.weight.depth});
+  auto args = no_args(matmul_kernel(view));
+  args.weight = view;
+  args.x = static_cast<decltype(args.x)>(inputs(op, x, weight.input_dtype(), view.depth));
   args.num_rows = num_rows(x);
-  if (bias) args.bias = elements<float>(op, "bias", *bias, {args.weight.num_outputs});
+  if (bias) args.bias = elements<float>(op, "bias", *bias, {view.num_outputs});
   return args;
 }
 
-nb::object linear(Team& team, const Array& x, const OwnedWeight& weight, const OptionalArray& bias,
+template <class Owned>
+nb::object linear(Team& team, const Array& x, const Owned& weight, const OptionalArray& bias,
                   const OptionalArray& residual) {
   constexpr auto kOp = "linear";
-  MatmulArgs args = check_product(kOp, x, weight, bias, false);
+  auto args = check_product(kOp, x, weight, bias, false);
   const int64_t num_outputs = args.weight.num_outputs;
   if (residual)
     args.residual = elements<float>(kOp, "residual", *residual, {args.num_rows, num_outputs});
   const Output out = make_output(Dtype::kFloat32, args.num_rows, num_outputs);
   args.out = out.data;
-  run_op(team, kernels().matmul, args);
+  run_op(team, matmul_kernel(args.weight), args);
   return out.array;
 }
 
-nb::object linear_silu_mul(Team& team, const Array& x, const OwnedWeight& weight,
-                           const OptionalArray& bias) {
-  MatmulArgs args = check_product("linear_silu_mul", x, weight, bias, true);
-  const Output out =
-      make_output(weight.input_dtype(), args.num_rows, args.weight.num_outputs / 2);
+template <class Owned>
+nb::object linear_silu_mul(Team& team, const Array& x, const Owned& weight,
+                           const OptionalArray& bias,
+                           const std::optional<std::string>& out_dtype) {
+  constexpr auto kOp = "linear_silu_mul";
+  auto args = check_product(kOp, x, weight, bias, true);
+  constexpr bool is_quantized = std::is_same_v<Owned, OwnedQuantizedWeight>;
+  const auto parse = is_quantized ? parse_any_dtype : parse_dtype;
+  args.out_dtype = out_dtype ? parse(kOp, "out_dtype", *out_dtype) : weight.input_dtype();
+  const Output out = make_output(args.out_dtype, args.num_rows, args.weight.num_outputs / 2);
   args.out = out.data;
-  run_op(team, kernels().matmul, args);
+  run_op(team, matmul_kernel(args.weight), args);
+  return out.array;
+}
+
+nb::object quantize(Team& team, const Array& x) {
+  QuantizeArgs args;
+  args.x = elements<float>("quantize", "x", x, {kAny, kAny});
+  args.num_rows = num_rows(x);
+  args.width = num_columns(x);
+  const Output out = make_output(Dtype::kInt8, args.num_rows, args.width);
+  args.out = static_cast<InputGroup*>(out.data);
+  run_op(team, kernels().quantized.quantize, args);
   return out.array;
 }
 
@@ -136,17 +160,28 @@ nb::object select_rows(Team& team, const Array& x, const Array& rows) {
   return out.array;
 }
 
+// Ops with a weight, for a class of them.
+template <class Owned>
+void bind_products(nb::module_& ops) {
+  ops.def("embedding", &embedding<Owned>, nb::arg("team"), nb::arg("token_ids"),
+          nb::arg("weight"));
+  ops.def("linear", &linear<Owned>, nb::arg("team"), nb::arg("x"), nb::arg("weight"),
+          nb::arg("bias").none() = nb::none(), nb::arg("residual").none() = nb::none());
+  ops.def("linear_silu_mul", &linear_silu_mul<Owned>, nb::arg("team"), nb::arg("x"),
+          nb::arg("weight"), nb::arg("bias").none() = nb::none(),
+          nb::arg("out_dtype").none() = nb::none());
+}
+
 }  // namespace
 
 void bind_ops(nb::module_& m) {
   nb::module_ ops = m.def_submodule("ops", "One op at once on numpy arrays.");
-  ops.def("embedding", &embedding, nb::arg("team"), nb::arg("token_ids"), nb::arg("weight"));
+  bind_products<OwnedWeight>(ops);
+  bind_products<OwnedQuantizedWeight>(ops);
+  ops.def("quantize", &quantize, nb::arg("team"), nb::arg("x"),
+          "Rows of float32 as int8 inputs of products.");
   ops.def("rms_norm", &rms_norm, nb::arg("team"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"),
           nb::arg("out_dtype"));
-  ops.def("linear", &linear, nb::arg("team"), nb::arg("x"), nb::arg("weight"),
-          nb::arg("bias").none() = nb::none(), nb::arg("residual").none() = nb::none());
-  ops.def("linear_silu_mul", &linear_silu_mul, nb::arg("team"), nb::arg("x"), nb::arg("weight"),
-          nb::arg("bias").none() = nb::none());
   ops.def("rotary", &rotary, nb::arg("team"), nb::arg("qkv"), nb::arg("positions"),
           nb::arg("cos_sin"), nb::arg("num_heads"), nb::arg("num_kv_heads"));
   ops.def("select_rows", &select_rows, nb::arg("team"), nb::arg("x"), nb::arg("rows"));

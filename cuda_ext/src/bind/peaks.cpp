@@ -67,6 +67,10 @@ double bf16_dot(Team& team, double seconds) {
   return compute_rate(team, kernels().peaks.bf16_dot, seconds);
 }
 
+double int8_dot(Team& team, double seconds) {
+  return compute_rate(team, kernels().peaks.int8_dot, seconds);
+}
+
 struct Reading {
   const char* data;
   int64_t chunk_bytes, repeats, ahead_bytes;
@@ -110,6 +114,8 @@ void bind_peaks(nb::module_& m) {
             "Operations per second of float32 multiply-adds (two operations each).");
   peaks.def("bf16_dot", &bf16_dot, nb::arg("team"), nb::arg("seconds"),
             "The same of bfloat16 dot products; 0 where these kernels have no instruction.");
+  peaks.def("int8_dot", &int8_dot, nb::arg("team"), nb::arg("seconds"),
+            "The same of products of bytes, as products with quantized weights make them.");
   peaks.def("read", &read, nb::arg("team"), nb::arg("num_bytes"), nb::arg("chunk_bytes"),
             nb::arg("repeats"), nb::arg("seconds"),
             "Bytes per second read from so much memory, each chunk by one thread so many times "

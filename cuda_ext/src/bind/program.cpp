@@ -26,35 +26,42 @@ Extent parse_extent(const std::string& name) {
   refuse("add_buffer", "extent", "'tokens' or 'logit_rows'", "'" + name + "'");
 }
 
-const PackedWeight& check_weight(const char* op, const OwnedWeight& weight) {
-  if (weight.table != &kernels())
-    refuse(op, "weight", std::string("one packed for ") + kernels().isa, weight.table->isa);
-  return weight.view;
-}
-
-const float* check_bias(const char* op, const OptionalArray& bias, const PackedWeight& weight) {
-  return bias ? elements<float>(op, "bias", *bias, {weight.num_outputs}) : nullptr;
-}
-
-void add_embedding(Program& program, const OwnedWeight& weight, BufferId out) {
+template <class Owned>
+void add_embedding(Program& program, const Owned& weight, BufferId out) {
   program.add_embedding(check_weight("embedding", weight), out);
 }
 
-void add_rms_norm(Program& program, BufferId x, const Array& weight, float eps, BufferId out) {
+void add_rms_norm(Program& program, BufferId x, const Array& weight, float eps, BufferId out,
+                  const std::string& out_dtype) {
   const float* values = elements<float>("rms_norm", "weight", weight, {kAny});
-  program.add_rms_norm(x, values, static_cast<int64_t>(weight.shape(0)), eps, out);
+  program.add_rms_norm(x, values, static_cast<int64_t>(weight.shape(0)), eps, out,
+                       parse_any_dtype("rms_norm", "out_dtype", out_dtype));
 }
 
-void add_linear(Program& program, BufferId x, const OwnedWeight& weight, const OptionalArray& bias,
+const float* check_bias(const char* op, const OptionalArray& bias, int64_t num_outputs) {
+  return bias ? elements<float>(op, "bias", *bias, {num_outputs}) : nullptr;
+}
+
+template <class Owned>
+void add_linear(Program& program, BufferId x, const Owned& weight, const OptionalArray& bias,
                 BufferId residual, BufferId out) {
-  const PackedWeight& view = check_weight("linear", weight);
-  program.add_linear(x, view, check_bias("linear", bias, view), residual, out);
+  const auto& view = check_weight("linear", weight);
+  program.add_linear(x, view, check_bias("linear", bias, view.num_outputs), residual, out);
 }
 
-void add_linear_silu_mul(Program& program, BufferId x, const OwnedWeight& weight,
-                         const OptionalArray& bias, BufferId out) {
-  const PackedWeight& view = check_weight("linear_silu_mul", weight);
-  program.add_linear_silu_mul(x, view, check_bias("linear_silu_mul", bias, view), out);
+template <class Owned>
+void add_linear_silu_mul(Program& program, BufferId x, const Owned& weight,
+                         const OptionalArray& bias, BufferId out, const std::string& out_dtype) {
+  constexpr auto kOp = "linear_silu_mul";
+  const auto& view = check_weight(kOp, weight);
+  program.add_linear_silu_mul(x, view, check_bias(kOp, bias, view.num_outputs), out,
+                              parse_any_dtype(kOp, "out_dtype", out_dtype));
+}
+
+void add_paged_attention(Program& program, BufferId qkv, int64_t layer, int64_t num_heads,
+                         float scale, BufferId out, const std::string& out_dtype) {
+  program.add_paged_attention(qkv, layer, num_heads, scale, out,
+                              parse_any_dtype("paged_attention", "out_dtype", out_dtype));
 }
 
 void add_rotary(Program& program, BufferId qkv, const Array& cos_sin, int64_t num_heads,
@@ -102,33 +109,43 @@ void write(Program& program, BufferId buffer, const Array& rows, int64_t num_row
   std::copy_n(data, rows.size(), static_cast<uint8_t*>(program.buffer(buffer)));
 }
 
+// Ops with a weight, for a class of them. Arrays are kept as they come (`noconvert`): a converted
+// one would be freed after the call.
+template <class Owned>
+void bind_products(nb::class_<Program>& program) {
+  program
+      .def("add_embedding", &add_embedding<Owned>, nb::arg("weight"), nb::arg("out"),
+           nb::keep_alive<1, 2>())
+      .def("add_linear", &add_linear<Owned>, nb::arg("x"), nb::arg("weight"),
+           nb::arg("bias").none().noconvert(), nb::arg("residual") = -1, nb::kw_only(),
+           nb::arg("out"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("add_linear_silu_mul", &add_linear_silu_mul<Owned>, nb::arg("x"), nb::arg("weight"),
+           nb::arg("bias").none().noconvert(), nb::arg("out"), nb::arg("out_dtype"),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+}
+
 }  // namespace
 
 void bind_program(nb::module_& m) {
-  // Arrays are kept as they come (`noconvert`): a converted one would be freed after the call.
-  nb::class_<Program>(m, "Program", "A model's forward, recorded once, run for any step.")
+  nb::class_<Program> program(m, "Program", "A model's forward, recorded once, run for any step.");
+  bind_products<OwnedWeight>(program);
+  bind_products<OwnedQuantizedWeight>(program);
+  program
       .def(nb::init<KvCache&>(), nb::arg("cache"), nb::keep_alive<1, 2>())
       .def("add_buffer",
            [](Program& program, const std::string& extent, int64_t row_bytes, int64_t place) {
              return program.add_buffer(parse_extent(extent), row_bytes, place);
            },
            nb::arg("extent"), nb::arg("row_bytes"), nb::arg("place"))
-      .def("add_embedding", &add_embedding, nb::arg("weight"), nb::arg("out"),
-           nb::keep_alive<1, 2>())
       .def("add_rms_norm", &add_rms_norm, nb::arg("x"), nb::arg("weight").noconvert(),
-           nb::arg("eps"), nb::arg("out"), nb::keep_alive<1, 3>())
-      .def("add_linear", &add_linear, nb::arg("x"), nb::arg("weight"),
-           nb::arg("bias").none().noconvert(), nb::arg("residual") = -1, nb::kw_only(),
-           nb::arg("out"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
-      .def("add_linear_silu_mul", &add_linear_silu_mul, nb::arg("x"), nb::arg("weight"),
-           nb::arg("bias").none().noconvert(), nb::arg("out"), nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 4>())
+           nb::arg("eps"), nb::arg("out"), nb::arg("out_dtype"), nb::keep_alive<1, 3>())
       .def("add_rotary", &add_rotary, nb::arg("qkv"), nb::arg("cos_sin").noconvert(),
            nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("out"), nb::keep_alive<1, 3>())
       .def("add_store_kv", &Program::add_store_kv, nb::arg("qkv"), nb::arg("layer"),
            nb::arg("num_heads"))
-      .def("add_paged_attention", &Program::add_paged_attention, nb::arg("qkv"), nb::arg("layer"),
-           nb::arg("num_heads"), nb::arg("scale"), nb::arg("out"))
+      .def("add_paged_attention", &add_paged_attention, nb::arg("qkv"), nb::arg("layer"),
+           nb::arg("num_heads"), nb::arg("scale"), nb::arg("out"), nb::arg("out_dtype"))
+      .def("add_quantize", &Program::add_quantize, nb::arg("x"), nb::arg("width"), nb::arg("out"))
       .def("add_select_rows", &Program::add_select_rows, nb::arg("x"), nb::arg("out"))
       .def_prop_ro("num_ops", &Program::num_ops)
       .def("reserve", &Program::reserve, nb::arg("max_tokens"), nb::arg("max_logit_rows"),

@@ -9,15 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "arguments.h"
-
 namespace streamkv {
 namespace {
 
 constexpr int64_t kPackItemRows = 256;
-constexpr int64_t kMaxLength = (int64_t{1} << 31) - 1;
-constexpr int64_t kMaxBytes = int64_t{1} << 46;  // no process can have more: nothing overflows
-
 constexpr int64_t kArenaBytes = 64 << 20;
 
 OwnedWeight make_weight(const std::string& dtype, int64_t num_outputs, int64_t depth,
@@ -40,42 +35,19 @@ OwnedWeight make_weight(const std::string& dtype, int64_t num_outputs, int64_t d
     refuse("PackedWeight", "num_outputs",
            "at most " + std::to_string(max_outputs) + " of depth " + std::to_string(depth),
            std::to_string(num_outputs));
-  const int64_t num_bytes = weight.num_bytes();
-  const WeightArena::Piece piece = arena == nullptr ? WeightArena::alone(num_bytes)
-                                                    : arena->take(num_bytes);
+  const WeightArena::Piece piece = take_from(arena, weight.num_bytes());
   weight.memory = piece.memory;
   weight.view.data = piece.data;
   return weight;
 }
 
-void check_range(const char* method, const OwnedWeight& weight, int64_t first_output,
-                 int64_t num_rows) {
-  const int64_t num_outputs = weight.view.num_outputs;
-  if (first_output < 0 || num_rows < 0 || num_rows > num_outputs ||
-      first_output > num_outputs - num_rows)
-    refuse(method, "first_output",
-           "rows inside the " + std::to_string(num_outputs) + " outputs",
-           std::to_string(num_rows) + " from " + std::to_string(first_output));
-}
-
 PackArgs check_source(const OwnedWeight& weight, const Array& source, int64_t first_output) {
   constexpr auto kOp = "PackedWeight.pack";
-  const nb::dlpack::dtype dtype = source.dtype(), half{2, 16, 1};  // float, bits, lanes
   PackArgs args;
   args.weight = weight.view;
   args.first_output = first_output;
+  args.source_dtype = check_rows(kOp, source, weight.view.depth);
   args.source = source.data();
-  if (dtype == nb::dtype<float>())
-    args.source_dtype = Dtype::kFloat32;
-  else if (dtype == nb::dtype<uint16_t>())
-    args.source_dtype = Dtype::kBFloat16;
-  else if (dtype == half)
-    args.source_dtype = Dtype::kFloat16;
-  else
-    refuse(kOp, "source", "float32, float16 or uint16 (bfloat16 bits)", describe(source));
-  if (!has_shape(source, {kAny, weight.view.depth}) || !is_contiguous(source))
-    refuse(kOp, "source", "C-contiguous [rows, " + std::to_string(weight.view.depth) + "]",
-           describe(source) + (is_contiguous(source) ? "" : ", strided"));
   args.num_rows = static_cast<int64_t>(source.shape(0));
   check_range(kOp, weight, first_output, args.num_rows);
   return args;

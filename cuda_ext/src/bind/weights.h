@@ -1,9 +1,11 @@
-// A packed weight with the memory it lies in: what Python holds as PackedWeight.
+// Weights with the memory they lie in: what Python holds as PackedWeight and QuantizedWeight.
 #pragma once
 
 #include <memory>
 #include <mutex>
+#include <string>
 
+#include "arguments.h"
 #include "streamkv/kernels.h"
 #include "streamkv/memory.h"
 
@@ -27,6 +29,9 @@ class WeightArena {
   int64_t num_taken_ = 0;           // bytes of it
 };
 
+constexpr int64_t kMaxLength = (int64_t{1} << 31) - 1;  // of a weight's sides
+constexpr int64_t kMaxBytes = int64_t{1} << 46;  // no process can have more: nothing overflows
+
 struct OwnedWeight {
   PackedWeight view;               // view.data lies in memory
   std::shared_ptr<Memory> memory;  // shared with others of its arena
@@ -39,5 +44,40 @@ struct OwnedWeight {
     return view.dtype == Dtype::kBFloat16 ? table->bf16_inputs : Dtype::kFloat32;
   }
 };
+
+struct OwnedQuantizedWeight {
+  QuantizedWeight view;            // its parts lie in memory, one after another
+  std::shared_ptr<Memory> memory;  // as above
+  const Kernels* table;
+
+  int64_t part_bytes(int64_t part) const {
+    const QuantizedPart& p = view.parts[part];
+    return table->quantized.packed_bytes(p.format, p.num_outputs, view.depth);
+  }
+  Dtype input_dtype() const { return Dtype::kInt8; }
+};
+
+inline WeightArena::Piece take_from(WeightArena* arena, int64_t num_bytes) {
+  return arena == nullptr ? WeightArena::alone(num_bytes) : arena->take(num_bytes);
+}
+
+// Of either class of weight, for the op that is given it.
+template <class Owned>
+const auto& check_weight(const char* op, const Owned& weight) {
+  if (weight.table != &kernels())
+    refuse(op, "weight", std::string("one packed for ") + kernels().isa, weight.table->isa);
+  return weight.view;
+}
+
+template <class Owned>
+void check_range(const char* method, const Owned& weight, int64_t first_output,
+                 int64_t num_rows) {
+  const int64_t num_outputs = weight.view.num_outputs;
+  if (first_output < 0 || num_rows < 0 || num_rows > num_outputs ||
+      first_output > num_outputs - num_rows)
+    refuse(method, "first_output",
+           "rows inside the " + std::to_string(num_outputs) + " outputs",
+           std::to_string(num_rows) + " from " + std::to_string(first_output));
+}
 
 }  // namespace streamkv

@@ -3,6 +3,10 @@
 // Compiled for the oldest CPU. The tables are constant data: naming one executes none of its code.
 #include <string.h>
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 #include <atomic>
 #include <stdexcept>
 #include <string>
@@ -12,9 +16,10 @@
 namespace streamkv {
 
 #if defined(__x86_64__)
-extern const Kernels kKernels_baseline, kKernels_avx2, kKernels_avx512, kKernels_avx512_bf16;
+extern const Kernels kKernels_baseline, kKernels_avx2, kKernels_avx2_vnni, kKernels_avx512,
+    kKernels_avx512_vnni, kKernels_avx512_bf16;
 #else
-extern const Kernels kKernels_neon;
+extern const Kernels kKernels_neon, kKernels_neon_dotprod;
 #endif
 
 namespace {
@@ -24,30 +29,37 @@ struct Candidate {
   bool runs_here;
 };
 
-constexpr int kMaxCandidates = 5;
+constexpr int kMaxCandidates = 7;
 
+#if defined(__x86_64__)
 // Best first. __builtin_cpu_supports also knows whether the OS saves the registers. Products of
 // bfloat16 pairs run at twice the rate of float32's on AMD's cores, at half of it on Intel's.
 int list_candidates(Candidate out[kMaxCandidates]) {
-  int count = 0;
-#if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
   const bool prefers_bf16 = avx512_bf16 && __builtin_cpu_is("amd");
+  int count = 0;
   out[count++] = {&kKernels_avx512_bf16, prefers_bf16};
-  out[count++] = {&kKernels_avx512, avx512};
+  out[count++] = {&kKernels_avx512_vnni, avx512_vnni};
   out[count++] = {&kKernels_avx512_bf16, avx512_bf16 && !prefers_bf16};
+  out[count++] = {&kKernels_avx512, avx512};
+  out[count++] = {&kKernels_avx2_vnni, avx2 && __builtin_cpu_supports("avxvnni")};
   out[count++] = {&kKernels_avx2, avx2};
   out[count++] = {&kKernels_baseline, __builtin_cpu_supports("sse4.2") != 0};
-#else
-  out[count++] = {&kKernels_neon, true};
-#endif
   return count;
 }
+#else
+int list_candidates(Candidate out[kMaxCandidates]) {
+  out[0] = {&kKernels_neon_dotprod, (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0};
+  out[1] = {&kKernels_neon, true};
+  return 2;
+}
+#endif
 
 std::atomic<const Kernels*> chosen{nullptr};
 

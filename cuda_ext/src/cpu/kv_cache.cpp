@@ -10,7 +10,14 @@
 namespace streamkv {
 namespace {
 
-int64_t element_bytes(Dtype dtype) { return dtype == Dtype::kBFloat16 ? 2 : 4; }
+// Of one token and head: keys, or values.
+int64_t token_bytes(Dtype dtype, int64_t head_dim) {
+  switch (dtype) {
+    case Dtype::kInt8: return head_dim + static_cast<int64_t>(sizeof(float));  // and their scale
+    case Dtype::kBFloat16: return head_dim * 2;
+    default: return head_dim * 4;
+  }
+}
 
 void check(bool is_right, const char* name, const char* expected, int64_t got) {
   if (!is_right)
@@ -22,8 +29,8 @@ void check(bool is_right, const char* name, const char* expected, int64_t got) {
 
 KvCache KvCache::allocate(Dtype dtype, int64_t num_blocks, int64_t num_layers,
                           int64_t num_kv_heads, int64_t block_size, int64_t head_dim) {
-  if (dtype != Dtype::kFloat32 && dtype != Dtype::kBFloat16)
-    throw std::invalid_argument("KvCache: dtype must be float32 or bfloat16");
+  if (dtype != Dtype::kFloat32 && dtype != Dtype::kBFloat16 && dtype != Dtype::kInt8)
+    throw std::invalid_argument("KvCache: dtype must be float32, bfloat16 or int8");
   constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();  // slots are int32
   check(num_layers >= 1 && num_layers <= 4096, "num_layers", "1 to 4096", num_layers);
   check(num_kv_heads >= 1 && num_kv_heads <= 4096, "num_kv_heads", "1 to 4096", num_kv_heads);
@@ -42,9 +49,9 @@ KvCache KvCache::allocate(Dtype dtype, int64_t num_blocks, int64_t num_layers,
   return cache;
 }
 
-int64_t KvCache::block_bytes() const {
-  return num_layers * 2 * num_kv_heads * block_size * head_dim * element_bytes(dtype);
-}
+int64_t KvCache::part_bytes() const { return block_size * token_bytes(dtype, head_dim); }
+
+int64_t KvCache::block_bytes() const { return num_layers * 2 * num_kv_heads * part_bytes(); }
 
 KvLayer KvCache::layer(int64_t index) const {
   char* data = static_cast<char*>(memory.data()) + index * (block_bytes() / num_layers);

@@ -45,6 +45,61 @@ struct Program::Impl {
     return num_heads;
   }
 
+  template <class Weight>
+  void add_embedding(const Weight& weight, BufferId out) {
+    const OpBuffers buffers{"embedding", arena};
+    buffers.check("out", out, Extent::kTokens, weight.depth * kFloatBytes);
+    vocab_size = std::min(vocab_size, weight.num_outputs);
+    auto args = no_args(embedding_kernel(weight));
+    args.weight = weight;
+    add(embedding_kernel(weight), args, [out](auto& args, const Step& step) {
+      args.token_ids = step.batch.token_ids;
+      step.place(args.out, out);
+      args.num_tokens = step.num_rows(out);
+    });
+  }
+
+  template <class Weight>
+  void add_linear(BufferId x, const Weight& weight, const float* bias, BufferId residual,
+                  BufferId out) {
+    const OpBuffers buffers{"linear", arena};
+    const int64_t out_bytes = weight.num_outputs * kFloatBytes;
+    const Extent extent = buffers.check_product(x, weight, false);
+    buffers.check("out", out, extent, out_bytes);
+    buffers.check_apart(out, {x});
+    if (residual != kNoBuffer) {
+      buffers.check("residual", residual, extent, out_bytes);
+      if (!buffers.are_one_place(residual, out)) buffers.check_apart(out, {residual});
+    }
+    add_product(x, weight, bias, residual, out, Dtype::kFloat32);
+  }
+
+  template <class Weight>
+  void add_linear_silu_mul(BufferId x, const Weight& weight, const float* bias, BufferId out,
+                           Dtype out_dtype) {
+    const OpBuffers buffers{"linear_silu_mul", arena};
+    const Extent extent = buffers.check_product(x, weight, true);
+    buffers.check_inputs("out", out, extent, weight.num_outputs / 2, out_dtype);
+    buffers.check_apart(out, {x});
+    add_product(x, weight, bias, kNoBuffer, out, out_dtype);
+  }
+
+  template <class Weight>
+  void add_product(BufferId x, const Weight& weight, const float* bias, BufferId residual,
+                   BufferId out, Dtype out_dtype) {
+    auto args = no_args(matmul_kernel(weight));
+    args.weight = weight;
+    args.bias = bias;
+    args.out_dtype = out_dtype;
+    add(matmul_kernel(weight), args, [x, residual, out](auto& args, const Step& step) {
+      step.place(args.x, x);
+      args.residual = nullptr;
+      if (residual != kNoBuffer) step.place(args.residual, residual);
+      step.place(args.out, out);
+      args.num_rows = step.num_rows(x);
+    });
+  }
+
   KvLayer check_layer(const char* op, int64_t layer) const {
     if (layer < 0 || layer >= cache.num_layers)
       refuse(op, "layer", "0 to " + std::to_string(cache.num_layers - 1), std::to_string(layer));
@@ -63,71 +118,64 @@ BufferId Program::add_buffer(Extent extent, int64_t row_bytes, int64_t place) {
 // Each op is checked, and then adds a function that fills in what depends on the step.
 
 void Program::add_embedding(const PackedWeight& weight, BufferId out) {
-  const OpBuffers buffers{"embedding", impl_->arena};
-  buffers.check("out", out, Extent::kTokens, weight.depth * kFloatBytes);
-  EmbeddingArgs args{};
-  args.weight = weight;
-  impl_->vocab_size = std::min(impl_->vocab_size, weight.num_outputs);
-  impl_->add(kernels().embedding, args, [out](EmbeddingArgs& args, const Step& step) {
-    args.token_ids = step.batch.token_ids;
-    args.out = step.at<float>(out);
-    args.num_tokens = step.num_rows(out);
-  });
+  impl_->add_embedding(weight, out);
+}
+
+void Program::add_embedding(const QuantizedWeight& weight, BufferId out) {
+  impl_->add_embedding(weight, out);
 }
 
 void Program::add_rms_norm(BufferId x, const float* weight, int64_t hidden, float eps,
-                           BufferId out) {
+                           BufferId out, Dtype out_dtype) {
   const OpBuffers buffers{"rms_norm", impl_->arena};
   const Extent extent = buffers.extent("x", x);
   buffers.check("x", x, extent, hidden * kFloatBytes);
   RmsNormArgs args{};
-  args.out_dtype = buffers.check_inputs("out", out, extent, hidden);
+  args.out_dtype = buffers.check_inputs("out", out, extent, hidden, out_dtype);
   buffers.check_apart(out, {x});
   args.weight = weight;
   args.hidden = hidden;
   args.eps = eps;
   impl_->add(kernels().rms_norm, args, [x, out](RmsNormArgs& args, const Step& step) {
-    args.x = step.at<float>(x);
-    args.out = step.at<void>(out);
+    step.place(args.x, x);
+    step.place(args.out, out);
     args.num_rows = step.num_rows(x);
   });
 }
 
 void Program::add_linear(BufferId x, const PackedWeight& weight, const float* bias,
                          BufferId residual, BufferId out) {
-  const OpBuffers buffers{"linear", impl_->arena};
-  const int64_t out_bytes = weight.num_outputs * kFloatBytes;
-  const Extent extent = buffers.check_product(x, weight, false);
-  buffers.check("out", out, extent, out_bytes);
-  buffers.check_apart(out, {x});
-  if (residual != kNoBuffer) {
-    buffers.check("residual", residual, extent, out_bytes);
-    if (!buffers.are_one_place(residual, out)) buffers.check_apart(out, {residual});
-  }
-  MatmulArgs args{};
-  args.weight = weight;
-  args.bias = bias;
-  impl_->add(kernels().matmul, args, [x, residual, out](MatmulArgs& args, const Step& step) {
-    args.x = step.at<void>(x);
-    args.residual = residual == kNoBuffer ? nullptr : step.at<float>(residual);
-    args.out = step.at<void>(out);
-    args.num_rows = step.num_rows(x);
-  });
+  impl_->add_linear(x, weight, bias, residual, out);
+}
+
+void Program::add_linear(BufferId x, const QuantizedWeight& weight, const float* bias,
+                         BufferId residual, BufferId out) {
+  impl_->add_linear(x, weight, bias, residual, out);
 }
 
 void Program::add_linear_silu_mul(BufferId x, const PackedWeight& weight, const float* bias,
-                                  BufferId out) {
-  const OpBuffers buffers{"linear_silu_mul", impl_->arena};
-  const Extent extent = buffers.check_product(x, weight, true);
-  const int64_t element_bytes = bytes_of(input_dtype(weight));
-  buffers.check("out", out, extent, weight.num_outputs / 2 * element_bytes);
+                                  BufferId out, Dtype out_dtype) {
+  if (out_dtype == Dtype::kInt8)
+    refuse("linear_silu_mul", "out_dtype", "float32 or bfloat16 of a float weight", "int8");
+  impl_->add_linear_silu_mul(x, weight, bias, out, out_dtype);
+}
+
+void Program::add_linear_silu_mul(BufferId x, const QuantizedWeight& weight, const float* bias,
+                                  BufferId out, Dtype out_dtype) {
+  impl_->add_linear_silu_mul(x, weight, bias, out, out_dtype);
+}
+
+void Program::add_quantize(BufferId x, int64_t width, BufferId out) {
+  const OpBuffers buffers{"quantize", impl_->arena};
+  const Extent extent = buffers.extent("x", x);
+  buffers.check("x", x, extent, width * kFloatBytes);
+  buffers.check_inputs("out", out, extent, width, Dtype::kInt8);
   buffers.check_apart(out, {x});
-  MatmulArgs args{};
-  args.weight = weight;
-  args.bias = bias;
-  impl_->add(kernels().matmul, args, [x, out](MatmulArgs& args, const Step& step) {
-    args.x = step.at<void>(x);
-    args.out = step.at<void>(out);
+  QuantizeArgs args{};
+  args.width = width;
+  impl_->add(kernels().quantized.quantize, args, [x, out](QuantizeArgs& args, const Step& step) {
+    step.place(args.x, x);
+    step.place(args.out, out);
     args.num_rows = step.num_rows(x);
   });
 }
@@ -145,9 +193,9 @@ void Program::add_rotary(BufferId qkv, const float* cos_sin, int64_t max_positio
   if (!buffers.are_one_place(qkv, out)) buffers.check_apart(out, {qkv});
   impl_->max_positions = std::min(impl_->max_positions, max_positions);
   impl_->add(kernels().rotary, args, [qkv, out](RotaryArgs& args, const Step& step) {
-    args.qkv = step.at<float>(qkv);
+    step.place(args.qkv, qkv);
     args.positions = step.batch.positions;
-    args.out = step.at<float>(out);
+    step.place(args.out, out);
     args.num_tokens = step.num_rows(qkv);
   });
 }
@@ -159,32 +207,35 @@ void Program::add_store_kv(BufferId qkv, int64_t layer, int64_t num_heads) {
   args.cache = impl_->check_layer("store_kv", layer);
   buffers.check("qkv", qkv, Extent::kTokens, impl_->qkv_bytes(num_heads));
   impl_->add(kernels().store_kv, args, [qkv](StoreKvArgs& args, const Step& step) {
-    args.qkv = step.at<float>(qkv);
+    step.place(args.qkv, qkv);
     args.slots = step.batch.slots;
     args.num_tokens = step.num_rows(qkv);
   });
 }
 
 void Program::add_paged_attention(BufferId qkv, int64_t layer, int64_t num_heads, float scale,
-                                  BufferId out) {
+                                  BufferId out, Dtype out_dtype) {
   const OpBuffers buffers{"paged_attention", impl_->arena};
   AttentionArgs args{};
   args.num_heads = impl_->check_num_heads("paged_attention", num_heads);
   args.cache = impl_->check_layer("paged_attention", layer);
   args.scale = scale;
   buffers.check("qkv", qkv, Extent::kTokens, impl_->qkv_bytes(num_heads));
-  args.out_dtype =
-      buffers.check_inputs("out", out, Extent::kTokens, num_heads * impl_->cache.head_dim);
+  if (out_dtype == Dtype::kInt8 && impl_->cache.head_dim % kInputGroup != 0)
+    refuse("paged_attention", "out_dtype", "float32 or bfloat16 of heads of " +
+           std::to_string(impl_->cache.head_dim), "int8");
+  args.out_dtype = buffers.check_inputs("out", out, Extent::kTokens,
+                                        num_heads * impl_->cache.head_dim, out_dtype);
   buffers.check_apart(out, {qkv});
   if (impl_->num_attention_heads != 0 && impl_->num_attention_heads != num_heads)
     refuse("paged_attention", "num_heads", "as in the layers before, " +
            std::to_string(impl_->num_attention_heads), std::to_string(num_heads));
   impl_->num_attention_heads = num_heads;
   impl_->add(kernels().attention, args, [qkv, out](AttentionArgs& args, const Step& step) {
-    args.qkv = step.at<float>(qkv);
+    step.place(args.qkv, qkv);
     args.batch = &step.batch;
     args.plan = step.plan;
-    args.out = step.at<void>(out);
+    step.place(args.out, out);
   });
 }
 
@@ -198,9 +249,9 @@ void Program::add_select_rows(BufferId x, BufferId out) {
   if (row_bytes % kFloatBytes != 0)
     refuse("select_rows", "x", "rows of float32", std::to_string(row_bytes) + " bytes");
   impl_->add(kernels().select_rows, args, [x, out](SelectRowsArgs& args, const Step& step) {
-    args.x = step.at<float>(x);
+    step.place(args.x, x);
     args.rows = step.batch.logit_rows;
-    args.out = step.at<float>(out);
+    step.place(args.out, out);
     args.num_rows = step.num_rows(out);
   });
 }

@@ -15,6 +15,7 @@
 #include "streamkv/kernels.h"
 #include "streamkv/memory.h"
 #include "streamkv/program.h"
+#include "streamkv/quantize.h"
 
 namespace streamkv {
 namespace {
@@ -29,11 +30,20 @@ constexpr int64_t kAlignment = 64;
                               ", got " + got);
 }
 
-int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
-
-// What the left side of a product with it must be.
+// Of either class of weight: what the left side of a product with it must be, and its kernels.
 Dtype input_dtype(const PackedWeight& weight) {
   return weight.dtype == Dtype::kBFloat16 ? kernels().bf16_inputs : Dtype::kFloat32;
+}
+Dtype input_dtype(const QuantizedWeight&) { return Dtype::kInt8; }
+
+const auto& embedding_kernel(const PackedWeight&) { return kernels().embedding; }
+const auto& embedding_kernel(const QuantizedWeight&) { return kernels().quantized.embedding; }
+const auto& matmul_kernel(const PackedWeight&) { return kernels().matmul; }
+const auto& matmul_kernel(const QuantizedWeight&) { return kernels().quantized.matmul; }
+
+template <class Args>
+Args no_args(const Kernel<Args>&) {
+  return {};
 }
 
 const char* name_of(Extent extent) {
@@ -133,22 +143,22 @@ class OpBuffers {
              describe(arena_.extent(id), arena_.row_bytes(id)));
   }
 
-  // `width` values of a type that products take.
-  Dtype check_inputs(const char* argument, BufferId id, Extent extent, int64_t width) const {
-    if (arena_.row_bytes(known(argument, id)) == width * bytes_of(Dtype::kBFloat16)) {
-      check(argument, id, extent, width * bytes_of(Dtype::kBFloat16));
-      return Dtype::kBFloat16;
-    }
-    check(argument, id, extent, width * bytes_of(Dtype::kFloat32));
-    return Dtype::kFloat32;
+  // `width` inputs of a product.
+  Dtype check_inputs(const char* argument, BufferId id, Extent extent, int64_t width,
+                     Dtype dtype) const {
+    if (dtype == Dtype::kFloat16)
+      refuse(op_, "out_dtype", "float32, bfloat16 or int8", "float16");
+    check(argument, id, extent, input_row_bytes(dtype, width));
+    return dtype;
   }
 
-  Extent check_product(BufferId x, const PackedWeight& weight, bool is_paired) const {
+  template <class Weight>
+  Extent check_product(BufferId x, const Weight& weight, bool is_paired) const {
     if (weight.is_paired != is_paired)
       refuse(op_, "weight", is_paired ? "a paired one" : "one that is not paired",
              is_paired ? "one that is not" : "a paired one");
     const Extent rows = extent("x", x);
-    check("x", x, rows, weight.depth * bytes_of(input_dtype(weight)));
+    check_inputs("x", x, rows, weight.depth, input_dtype(weight));
     return rows;
   }
 
@@ -184,9 +194,10 @@ struct Step {
   const Batch& batch;
   const AttentionPlan* plan;
 
+  // Where a kernel's argument points to, of whatever type it is.
   template <class T>
-  T* at(BufferId id) const {
-    return static_cast<T*>(arena.at(id));
+  void place(T*& argument, BufferId id) const {
+    argument = static_cast<T*>(arena.at(id));
   }
   int64_t num_rows(BufferId id) const { return arena.num_rows(id); }
 };

@@ -13,18 +13,20 @@ inline Rows rows_at(const Job& job, int64_t row, float* record) {
   const Tile& t = job.t;
   const int64_t head_dim = job.args.cache.head_dim;
   if (record != nullptr) record += row * (head_dim + kRecordPadding);
-  return {t.queries + row * head_dim, t.positions + row, t.attended + row * head_dim,
-          t.highest + row,            t.total + row,     record,
+  const Queries queries = {t.queries + row * head_dim, t.query_bytes + row * head_dim,
+                           t.query_scales + row, t.query_starts + row, head_dim};
+  return {queries,         t.positions + row, t.attended + row * head_dim,
+          t.highest + row, t.total + row,     record,
           head_dim};
 }
 
 // Rows [begin, end) of the tile, in passes of at most `most`. The first ones fetch what is next, a
 // share each.
-template <class E>
+template <class K, class V>
 void run_passes(const Job& job, int64_t begin, int64_t end, int64_t most, int64_t start,
-                float* record, const Context<E>& context, Ahead ahead) {
-  const int64_t num_passes = (end - begin + most - 1) / most;
-  const int64_t size = (end - begin + num_passes - 1) / num_passes;
+                float* record, const Context<K, V>& context, Ahead ahead) {
+  const int64_t num_passes = divide_up(end - begin, most);
+  const int64_t size = divide_up(end - begin, num_passes);
   const int32_t wanted = ahead.columns;
   const int64_t shares = smaller(num_passes, kNumColumns);
   for (int64_t row = begin, i = 0; row < end; row += size, ++i) {
@@ -32,47 +34,64 @@ void run_passes(const Job& job, int64_t begin, int64_t end, int64_t most, int64_
     if (i < shares)
       for (int64_t c = i * kNumColumns / shares; c < (i + 1) * kNumColumns / shares; ++c)
         ahead.columns |= wanted & 1 << c;
-    run_pass<E>(smaller(size, end - row), rows_at(job, row, record), start, context, ahead);
+    run_pass(smaller(size, end - row), rows_at(job, row, record), start, context, ahead);
   }
 }
 
 inline void run_partition(const Job& job, int64_t begin, int64_t end, int64_t start, float* record,
-                          const Context<float>& context, const Ahead& ahead) {
+                          const Context<float, float>& context, const Ahead& ahead) {
   const int64_t most = end - begin <= kMaxPassRows ? kMaxPassRows : 6;
   run_passes(job, begin, end, most, start, record, context, ahead);
 }
 
-inline void run_partition(const Job& job, int64_t begin, int64_t end, int64_t start, float* record,
-                          const Context<bf16>& context, const Ahead& ahead) {
+template <class E>
+void run_partition(const Job& job, int64_t begin, int64_t end, int64_t start, float* record,
+                   const Context<E, E>& context, const Ahead& ahead) {
   if (end - begin <= 2 * kMaxPassRows)
     return run_passes(job, begin, end, kMaxPassRows, start, record, context, ahead);
   const int64_t count = smaller(job.t.positions[end - 1] + 1 - start, kPartition);
   run_passes(job, begin, end, 6, start, record, widen_partition(job, context, count), ahead);
 }
 
+// A query and head, as row `row`.
+template <class K>
+inline void load_query(const Job& job, const float* from, int64_t row) {
+  const int64_t head_dim = job.args.cache.head_dim;
+  if constexpr (kHasScales<K>) {
+    int8_t* to = job.t.query_bytes + row * head_dim;
+    job.t.query_scales[row] = convert_head(from, head_dim, to) * job.args.scale;
+    vint sum = {};
+    for (int64_t dim = 0; dim < head_dim; dim += kWidth) sum += load(to + dim);
+    job.t.query_starts[row] = KeyDot::kTakesOffset ? 0 : -kByteOffset * reduce_sum(sum);
+  } else {
+    const vfloat scale = broadcast(job.args.scale);
+    float* to = job.t.queries + row * head_dim;
+    for (int64_t k = 0; k < head_dim; k += kWidth) store(to + k, load(from + k) * scale);
+  }
+}
+
+template <class K>
 inline void load_queries(const Job& job, const Slice& slice) {
   const AttentionArgs& args = job.args;
   const int64_t head_dim = args.cache.head_dim;
   const int64_t width = (args.num_heads + 2 * args.cache.num_kv_heads) * head_dim;
-  const vfloat scale = broadcast(args.scale);
-  float* to = job.t.queries;
-  int32_t* positions = job.t.positions;
+  int64_t row = 0;
   for (int64_t i = 0; i < job.tile.num_runs; ++i) {
     const AttentionRun& run = job.runs[i];
     for (int64_t query = 0; query < run.num_queries; ++query) {
       const float* from = args.qkv + (run.first_token + query) * width + slice.first_head * head_dim;
-      for (int64_t k = 0; k < slice.num_heads * head_dim; k += kWidth)
-        store(to + k, load(from + k) * scale);
-      to += slice.num_heads * head_dim;
-      for (int64_t k = 0; k < slice.num_heads; ++k)
-        *positions++ = run.first_position + (int32_t)query;
+      for (int64_t head = 0; head < slice.num_heads; ++head, ++row, from += head_dim) {
+        load_query<K>(job, from, row);
+        job.t.positions[row] = run.first_position + (int32_t)query;
+      }
     }
   }
 }
 
+template <class K>
 inline void begin_tile(const Job& job, const Slice& slice) {
   const int64_t rows = job.tile.num_queries * slice.num_heads;
-  load_queries(job, slice);
+  load_queries<K>(job, slice);
   memset(job.t.attended, 0, rows * job.args.cache.head_dim * sizeof(float));
   for (int64_t i = 0; i < rows + kLanes; ++i) {
     job.t.highest[i] = kNoScore;
@@ -125,18 +144,33 @@ inline void write_row(const float* attended, vfloat total, int64_t head_dim, boo
   for (; dim < head_dim; dim += kWidth) store(out + dim, load(attended + dim) / total);
 }
 
+// head_dim is a multiple of a group's.
+inline void write_row(const float* attended, vfloat total, int64_t head_dim, bool is_split,
+                      InputGroup* out) {
+  alignas(64) float row[streamkv::kMaxHeadDim];
+  write_row(attended, total, head_dim, is_split, row);
+  for (int64_t dim = 0; dim < head_dim; dim += kInputGroup) quantize_group(row + dim, out++);
+}
+
+// Dims in an element of the output.
+template <class Out>
+constexpr int64_t kPerOutput = 1;
+template <>
+constexpr int64_t kPerOutput<InputGroup> = kInputGroup;
+
 template <class Out>
 void write_tile(const Job& job, const Slice& slice) {
   const AttentionArgs& args = job.args;
   const int64_t head_dim = args.cache.head_dim;
+  const int64_t out_width = head_dim / kPerOutput<Out>;
   const bool is_split = args.cache.dtype == streamkv::Dtype::kBFloat16;
   int64_t row = 0;
   for (int64_t i = 0; i < job.tile.num_runs; ++i) {
     const AttentionRun& run = job.runs[i];
     for (int64_t query = 0; query < run.num_queries; ++query) {
       Out* out = (Out*)args.out +
-                 ((run.first_token + query) * args.num_heads + slice.first_head) * head_dim;
-      for (int64_t head = 0; head < slice.num_heads; ++head, ++row, out += head_dim)
+                 ((run.first_token + query) * args.num_heads + slice.first_head) * out_width;
+      for (int64_t head = 0; head < slice.num_heads; ++head, ++row, out += out_width)
         write_row(job.t.attended + row * head_dim, broadcast(job.t.total[row]), head_dim, is_split,
                   out);
     }
@@ -144,10 +178,11 @@ void write_tile(const Job& job, const Slice& slice) {
 }
 
 inline void end_tile(const Job& job, const Slice& slice) {
-  if (job.args.out_dtype == streamkv::Dtype::kBFloat16)
-    write_tile<bf16>(job, slice);
-  else
-    write_tile<float>(job, slice);
+  switch (job.args.out_dtype) {
+    case streamkv::Dtype::kInt8: return write_tile<InputGroup>(job, slice);
+    case streamkv::Dtype::kBFloat16: return write_tile<bf16>(job, slice);
+    default: return write_tile<float>(job, slice);
+  }
 }
 
 // Of the tile's `rows` rows.
@@ -215,7 +250,7 @@ inline void end_part(const Job& job, const Slice& slice) {
 }
 
 template <class E>
-void run_at(const Job& job, const Cursor& at, const Context<E>& context, const Ahead& ahead) {
+void run_at(const Job& job, const Cursor& at, const Context<E, E>& context, const Ahead& ahead) {
   const int64_t num_heads = slice_of(job.args, at.slice).num_heads;
   const AttentionStep& step = job.steps[at.step];
   const AttentionRun& first = job.runs[step.first_run];
@@ -237,22 +272,22 @@ void run_item(const Job& job) {
   const int64_t head_dim = job.args.cache.head_dim;
   Cursor at = {job.item.first_slice, 0, begin_of(job, 0)};
   settle(job, at);
-  Context<E> context = is_aligned ? locate_columns<E>(job, at) : gather<E>(job, at);
-  if (is_aligned) fetch(ahead_of(context, head_dim), head_dim, 0);
-  begin_tile(job, slice_of(job.args, at.slice));
+  Context<E, E> context = is_aligned ? locate_columns<E>(job, at) : gather<E>(job, at);
+  if (is_aligned) fetch(ahead_of(context, head_dim), 0);
+  begin_tile<E>(job, slice_of(job.args, at.slice));
   for (bool is_last = false; !is_last;) {
     Cursor next = at;
     ++next.partition;
     is_last = !settle(job, next);
     const bool is_known = !is_last && is_aligned;
-    const Context<E> next_context = is_known ? locate_columns<E>(job, next) : context;
+    const Context<E, E> next_context = is_known ? locate_columns<E>(job, next) : context;
     Ahead ahead = ahead_of(next_context, head_dim);
     if (!is_known) ahead.columns = 0;
     run_at(job, at, context, ahead);
     if (next.slice != at.slice) {
       const Slice slice = slice_of(job.args, at.slice);
       job.item.join < 0 ? end_tile(job, slice) : end_part(job, slice);
-      if (!is_last) begin_tile(job, slice_of(job.args, next.slice));
+      if (!is_last) begin_tile<E>(job, slice_of(job.args, next.slice));
     }
     at = next;
     if (!is_last) context = is_aligned ? next_context : gather<E>(job, at);
@@ -272,10 +307,11 @@ void attention_run(const AttentionArgs& args, int64_t index, void* scratch) {
                    plan.runs + tile.first_run,
                    plan.steps + tile.first_step,
                    carve(scratch, args.cache.head_dim)};
-  if (args.cache.dtype == streamkv::Dtype::kBFloat16)
-    run_item<bf16>(job);
-  else
-    run_item<float>(job);
+  switch (args.cache.dtype) {
+    case streamkv::Dtype::kInt8: return run_item<int8_t>(job);
+    case streamkv::Dtype::kBFloat16: return run_item<bf16>(job);
+    default: return run_item<float>(job);
+  }
 }
 
 }  // namespace

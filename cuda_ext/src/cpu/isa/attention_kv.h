@@ -3,40 +3,41 @@
 // Included by kernels.cpp alone.
 #pragma once
 
-#include "streamkv/kernels.h"
-#include "vec.h"
+#include "store_kv.h"
 
 namespace {
 
 using streamkv::kPartition;
 
-constexpr int kColumn = 16;  // tokens of a column: of one block, each key's pair beside the next's
 constexpr int kNumColumns = kPartition / kColumn;
 
-// Where the K and V of one partition and KV head lie. A column that isn't there is some other.
-template <class E>
+// Where the K and V of one partition and KV head lie: columns are kColumn tokens of one block. A
+// column that isn't there is some other. Scales are int8's.
+template <class K, class V>
 struct Context {
-  const E* keys[kNumColumns];
-  const E* values[kNumColumns];  // [kColumn, head_dim]
-  int64_t pair_stride;           // elements from the keys' pair of dims to the next
+  const K* keys[kNumColumns];
+  const V* values[kNumColumns];  // [kColumn, head_dim]
+  const float* key_scales[kNumColumns];
+  const float* value_scales[kNumColumns];
+  int64_t line_stride;  // elements from a line of keys, which is their words of one index, to the next
 };
 
 // The partition to come, fetched while this one is computed: keys with keys, values with values. A
-// line of keys is 16 tokens' pair of bfloat16 dims, or one float32 dim.
+// line of keys is of 16 tokens.
 struct Ahead {
   const char* keys[kNumColumns];
   const char* values[kNumColumns];
+  const char* scales[2 * kNumColumns];  // of keys, of values; all null if there are none
+  int64_t num_lines;    // of keys
   int64_t line_stride;  // bytes from a line of keys to the next
-  int64_t lines_per_pair;
-  int64_t row_bytes;  // of one token's values
-  int32_t columns;    // a bit for each that is to be fetched
+  int64_t row_bytes;    // of one token's values
+  int32_t columns;      // a bit for each that is to be fetched
 
   bool has(int64_t column) const { return columns >> column & 1; }
 };
 
-inline void fetch_keys(const Ahead& ahead, int64_t column, int64_t pair) {
-  const char* line = ahead.keys[column] + pair * ahead.lines_per_pair * ahead.line_stride;
-  for (int64_t i = 0; i < ahead.lines_per_pair; ++i) prefetch(line + i * ahead.line_stride);
+inline void fetch_keys(const Ahead& ahead, int64_t column, int64_t line) {
+  prefetch(ahead.keys[column] + line * ahead.line_stride);
 }
 
 inline void fetch_values(const Ahead& ahead, int64_t column, int64_t token) {
@@ -44,11 +45,17 @@ inline void fetch_values(const Ahead& ahead, int64_t column, int64_t token) {
   for (int64_t i = 0; i < ahead.row_bytes; i += 64) prefetch(row + i);
 }
 
-// All of it from `first_column` on.
-inline void fetch(const Ahead& ahead, int64_t head_dim, int64_t first_column) {
+inline void fetch_scales(const Ahead& ahead) {
+  if (ahead.scales[0] == nullptr) return;
+  for (int64_t i = 0; i < 2 * kNumColumns; ++i)
+    if (ahead.has(i % kNumColumns)) prefetch(ahead.scales[i]);
+}
+
+// All but scales of it from `first_column` on.
+inline void fetch(const Ahead& ahead, int64_t first_column) {
   for (int64_t column = first_column; column < kNumColumns; ++column) {
     if (!ahead.has(column)) continue;
-    for (int64_t pair = 0; pair < head_dim / 2; ++pair) fetch_keys(ahead, column, pair);
+    for (int64_t line = 0; line < ahead.num_lines; ++line) fetch_keys(ahead, column, line);
     for (int64_t token = 0; token < kColumn; ++token) fetch_values(ahead, column, token);
   }
 }

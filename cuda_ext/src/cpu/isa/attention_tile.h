@@ -11,31 +11,9 @@
 // kWidth first, then the odd ones; it is put in order when it is written out.
 #pragma once
 
-#include "attention_kv.h"
-#include "streamkv/attention_plan.h"
+#include "attention_score.h"
 
 namespace {
-
-#if defined(__AVX512F__) || !defined(__SSE4_1__)
-constexpr int kRegisters = 32;
-#else
-constexpr int kRegisters = 16;
-#endif
-
-constexpr int kMaxPassRows = kRegisters == 32 ? 8 : 6;
-constexpr int kLanes = 16;  // of arrays with one number per row of a pass, at least kWidth
-constexpr float kNoScore = -3.40282347e38f;  // finite: the difference of two is 0, not NaN
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t num_vectors(int64_t length) { return (length + kWidth - 1) / kWidth; }
-
-// The keys of kWidth tokens, even and odd dims of a pair (see store_kv.h).
-constexpr int64_t token_stride(const bf16*) { return 2; }
-constexpr int64_t token_stride(const float*) { return 1; }
-inline vfloat even_keys(const bf16* p, int64_t) { return even_of(load_words(p)); }
-inline vfloat odd_keys(const bf16* p, int64_t) { return odd_of(load_words(p)); }
-inline vfloat even_keys(const float* p, int64_t) { return load(p); }
-inline vfloat odd_keys(const float* p, int64_t pair_stride) { return load(p + pair_stride / 2); }
 
 template <int C>
 inline void load_values(const bf16* p, vfloat (&values)[C]) {
@@ -50,85 +28,9 @@ inline void load_values(const bf16* p, vfloat (&values)[C]) {
   }
 }
 
-template <int C>
-inline void load_values(const float* p, vfloat (&values)[C]) {
-  for (int c = 0; c < C; ++c) values[c] = load(p + c * kWidth);
-}
-
-// How many vectors wide a product of `rows` rows may be so that all of it stays in registers:
-// accumulators, `loaded` registers per column, and two more.
-constexpr int tile_columns(int rows, int loaded) {
-  const int most = (kRegisters - 2) / (rows + loaded);
-  return most >= 4 ? 4 : most >= 2 ? 2 : 1;
-}
-
-// scores[R, kPartition], C vectors of it from `scores` on.
-template <int R, int C, class E>
-inline void score_vectors(const float* queries, int64_t head_dim, const E* const (&keys)[C],
-                          int64_t pair_stride, const Ahead& ahead, int64_t first_column,
-                          int64_t end_column, float* scores) {
-  vfloat acc[R][C] = {};
-  for (int64_t dim = 0, at = 0; dim < head_dim; dim += 2, at += pair_stride) {
-    for (int64_t c = first_column; c < end_column; ++c) fetch_keys(ahead, c, dim / 2);
-    vfloat column[C];
-    for (int c = 0; c < C; ++c) column[c] = even_keys(keys[c] + at, pair_stride);
-    for (int r = 0; r < R; ++r) {
-      const vfloat x = broadcast(queries[r * head_dim + dim]);
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(x, column[c], acc[r][c]);
-    }
-    for (int c = 0; c < C; ++c) column[c] = odd_keys(keys[c] + at, pair_stride);
-    for (int r = 0; r < R; ++r) {
-      const vfloat x = broadcast(queries[r * head_dim + dim + 1]);
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(x, column[c], acc[r][c]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store(scores + r * kPartition + c * kWidth, acc[r][c]);
-}
-
-// Vectors [vector, num) of the scores.
-template <int R, int C, class E>
-inline void score(const float* queries, int64_t head_dim, const Context<E>& context,
-                  const Ahead& ahead, int64_t vector, int64_t num, float* scores) {
-  constexpr int64_t kPerColumn = kColumn / kWidth;
-  for (; vector + C <= num; vector += C) {
-    const E* keys[C];
-    for (int c = 0; c < C; ++c)
-      keys[c] = context.keys[(vector + c) / kPerColumn] +
-                (vector + c) % kPerColumn * kWidth * token_stride((const E*)nullptr);
-    const E* const(&fixed)[C] = keys;
-    // Columns that begin in these vectors and are to be fetched: neighbours, or none.
-    int64_t first = (vector + kPerColumn - 1) / kPerColumn;
-    int64_t end = (vector + C + kPerColumn - 1) / kPerColumn;
-    while (first < end && !ahead.has(first)) ++first;
-    while (first < end && !ahead.has(end - 1)) --end;
-    score_vectors<R, C, E>(queries, head_dim, fixed, context.pair_stride, ahead, first, end,
-                           scores + vector * kWidth);
-  }
-  if constexpr (C > 1) score<R, C / 2, E>(queries, head_dim, context, ahead, vector, num, scores);
-}
-
-// Softmax weights of the first `visible` scores in place, 0 for the rest up to `num_cols` vectors.
-inline void weigh(float* scores, int64_t visible, int64_t num_cols, float* highest, float* total) {
-  const int64_t whole = visible / kWidth, rest = visible % kWidth;
-  const vfloat minus_infinity = broadcast(-__builtin_inff());
-  if (rest > 0) {
-    float* last = scores + whole * kWidth;
-    store(last, lane_index() < (int32_t)rest ? load(last) : minus_infinity);
-  }
-  const int64_t used = num_vectors(visible);
-  vfloat top = minus_infinity;
-  for (int64_t c = 0; c < used; ++c) top = max(load(scores + c * kWidth), top);
-  *highest = max(top);
-  const vfloat shift = broadcast(*highest);
-  vfloat weights = {};
-  for (int64_t c = 0; c < used; ++c) {
-    const vfloat weight = exp_nonpositive(load(scores + c * kWidth) - shift);
-    weights += weight;
-    store(scores + c * kWidth, weight);
-  }
-  *total = sum(weights);
-  for (int64_t c = used; c < num_cols; ++c) store(scores + c * kWidth, vfloat{});
+template <int C, class V>
+inline void load_values(const V* p, vfloat (&values)[C]) {
+  for (int c = 0; c < C; ++c) values[c] = to_float(load(p + c * kWidth));
 }
 
 // What a pass reads of a partition, or what a partition gave.
@@ -170,7 +72,7 @@ inline void merge_values(float* attended, vfloat values, vfloat keep, vfloat add
 
 // Rows of a pass: pointers to the first, its neighbours follow.
 struct Rows {
-  const float* queries;      // [R, head_dim], scaled
+  Queries queries;
   const int32_t* positions;  // [R], ascending unless all of the partition is visible to all
   float* attended;           // [R, head_dim] sum so far of exp(score - highest) * value
   float* highest;            // [R] highest score so far; kLanes may be written
@@ -180,15 +82,16 @@ struct Rows {
 };
 
 // C vectors of the values from `dim` on, weighted, of `count` tokens; merged, or put into records.
-template <int R, int C, class E>
-inline void attend_vectors(const Rows& rows, const float* weights, const Context<E>& context,
+template <int R, int C, class K, class V>
+inline void attend_vectors(const Rows& rows, const float* weights, const Context<K, V>& context,
                            const Ahead& ahead, int64_t count, int64_t dim,
                            const Factors& factors) {
-  vfloat acc[R][C] = {};
+  vfloat acc[R][C];
+  repeat<R * C>([&](auto i) { acc[i.value / C][i.value % C] = vfloat{}; });
   const int64_t head_dim = rows.head_dim;
   for (int64_t column = 0; column * kColumn < count; ++column) {
     const int64_t tokens = smaller(count - column * kColumn, kColumn);
-    const E* from = context.values[column] + dim;
+    const V* from = context.values[column] + dim;
     const bool fetches = dim == 0 && ahead.has(column);
     for (int64_t token = 0; token < tokens; ++token, from += head_dim) {
       if (fetches) fetch_values(ahead, column, token);
@@ -212,31 +115,29 @@ inline void attend_vectors(const Rows& rows, const float* weights, const Context
   }
 }
 
-template <int R, int C, class E>
-inline void attend(const Rows& rows, const float* weights, const Context<E>& context,
+template <int R, int C, class K, class V>
+inline void attend(const Rows& rows, const float* weights, const Context<K, V>& context,
                    const Ahead& ahead, int64_t count, int64_t dim, const Factors& factors) {
   for (; dim + C * kWidth <= rows.head_dim; dim += C * kWidth)
-    attend_vectors<R, C, E>(rows, weights, context, ahead, count, dim, factors);
+    attend_vectors<R, C>(rows, weights, context, ahead, count, dim, factors);
   if constexpr (C > 1)
     if (dim < rows.head_dim)
-      attend<R, C / 2, E>(rows, weights, context, ahead, count, dim, factors);
+      attend<R, C / 2>(rows, weights, context, ahead, count, dim, factors);
 }
 
 // R rows attend to the partition that begins at position `start`.
-template <int R, class E>
-void pass(const Rows& rows, int64_t start, const Context<E>& context, const Ahead& ahead) {
+template <int R, class K, class V>
+void pass(const Rows& rows, int64_t start, const Context<K, V>& context, const Ahead& ahead) {
   const int64_t count = smaller(rows.positions[R - 1] + 1 - start, kPartition);
   const int64_t num_cols = num_vectors(count);
   alignas(64) float scores[R * kPartition];
-  score<R, tile_columns(R, sizeof(E) == 2 ? 2 : 1), E>(rows.queries, rows.head_dim, context,
-                                                       ahead, 0, num_cols, scores);
+  fetch_scales(ahead);
+  score<R, tile_columns(R, kKeyRegisters<K>)>(rows.queries, context, ahead, 0, num_cols, scores);
   Partials here;
   Factors factors;
   clear(here);
-  for (int r = 0; r < R; ++r) {
-    const int64_t visible = smaller(rows.positions[r] + 1 - start, count);
-    weigh(scores + r * kPartition, visible, num_cols, here.highest + r, here.total + r);
-  }
+  weigh({kHasScales<K> ? context.value_scales : nullptr, count}, R, rows.positions, start, scores,
+        here.highest, here.total);
   if (rows.record != nullptr) {
     for (int r = 0; r < R; ++r) {
       float* numbers =
@@ -247,22 +148,22 @@ void pass(const Rows& rows, int64_t start, const Context<E>& context, const Ahea
   } else {
     merge(here, R, rows.highest, rows.total, factors);
   }
-  attend<R, tile_columns(R, 1), E>(rows, scores, context, ahead, count, 0, factors);
-  fetch(ahead, rows.head_dim, (count + kColumn - 1) / kColumn);
+  attend<R, tile_columns(R, 1)>(rows, scores, context, ahead, count, 0, factors);
+  fetch(ahead, (count + kColumn - 1) / kColumn);
 }
 
-template <class E>
-void run_pass(int64_t num_rows, const Rows& rows, int64_t start, const Context<E>& context,
+template <class K, class V>
+void run_pass(int64_t num_rows, const Rows& rows, int64_t start, const Context<K, V>& context,
               const Ahead& ahead) {
   switch (num_rows) {
-    case 1: return pass<1, E>(rows, start, context, ahead);
-    case 2: return pass<2, E>(rows, start, context, ahead);
-    case 3: return pass<3, E>(rows, start, context, ahead);
-    case 4: return pass<4, E>(rows, start, context, ahead);
-    case 5: return pass<5, E>(rows, start, context, ahead);
-    case 6: return pass<6, E>(rows, start, context, ahead);
-    case 7: return pass<kMaxPassRows == 8 ? 7 : 6, E>(rows, start, context, ahead);
-    default: return pass<kMaxPassRows, E>(rows, start, context, ahead);
+    case 1: return pass<1>(rows, start, context, ahead);
+    case 2: return pass<2>(rows, start, context, ahead);
+    case 3: return pass<3>(rows, start, context, ahead);
+    case 4: return pass<4>(rows, start, context, ahead);
+    case 5: return pass<5>(rows, start, context, ahead);
+    case 6: return pass<6>(rows, start, context, ahead);
+    case 7: return pass<kMaxPassRows == 8 ? 7 : 6>(rows, start, context, ahead);
+    default: return pass<kMaxPassRows>(rows, start, context, ahead);
   }
 }
 

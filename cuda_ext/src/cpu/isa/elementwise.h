@@ -1,7 +1,8 @@
-// Kernels that compute rows from rows: embedding, rms_norm, rotary, select_rows.
+// Kernels that compute rows from rows: embedding, rms_norm, quantize, rotary, select_rows.
 #pragma once
 
 #include "pack.h"
+#include "quantized_rows.h"
 
 namespace {
 
@@ -60,17 +61,34 @@ inline float sum_of_squares(const float* x, int64_t length) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+// What a row is multiplied by, but for the weight.
+inline vfloat rms_scale(const RmsNormArgs& args, const float* x) {
+  const float mean_square = sum_of_squares(x, args.hidden) / (float)args.hidden;
+  return broadcast(1.0f / __builtin_sqrtf(mean_square + args.eps));
+}
+
 template <class E>
 inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   const float* x = args.x + row * args.hidden;
   E* out = (E*)args.out + row * args.hidden;
-  const float mean_square = sum_of_squares(x, args.hidden) / (float)args.hidden;
-  const vfloat scale = broadcast(1.0f / __builtin_sqrtf(mean_square + args.eps));
+  const vfloat scale = rms_scale(args, x);
   along(
       args.hidden,
       [&](int64_t i) { store(out + i, load(x + i) * scale * load(args.weight + i)); },
       [&](int64_t i, int64_t n) {
         store_some(out + i, load_some(x + i, n) * scale * load_some(args.weight + i, n), n);
+      });
+}
+
+template <>
+inline void rms_norm_row<InputGroup>(const RmsNormArgs& args, int64_t row) {
+  const float* x = args.x + row * args.hidden;
+  const vfloat scale = rms_scale(args, x);
+  quantize_row(
+      args.hidden, (InputGroup*)args.out + row * row_groups(args.hidden),
+      [&](int64_t i) { return load(x + i) * scale * load(args.weight + i); },
+      [&](int64_t i, int64_t n) {
+        return load_some(x + i, n) * scale * load_some(args.weight + i, n);
       });
 }
 
@@ -80,8 +98,23 @@ int64_t rms_norm_num_items(const RmsNormArgs& args, int) {
 
 void rms_norm_run(const RmsNormArgs& args, int64_t item, void*) {
   each_row(args.num_rows, rms_norm_num_items(args, 1), item, [&](int64_t row) {
-    args.out_dtype == Dtype::kFloat32 ? rms_norm_row<float>(args, row)
-                                      : rms_norm_row<bf16>(args, row);
+    if (args.out_dtype == Dtype::kFloat32) rms_norm_row<float>(args, row);
+    else if (args.out_dtype == Dtype::kBFloat16) rms_norm_row<bf16>(args, row);
+    else rms_norm_row<InputGroup>(args, row);
+  });
+}
+
+int64_t quantize_num_items(const QuantizeArgs& args, int) {
+  return num_row_items(args.num_rows, args.width, kItemElements);
+}
+
+void quantize_run(const QuantizeArgs& args, int64_t item, void*) {
+  each_row(args.num_rows, quantize_num_items(args, 1), item, [&](int64_t row) {
+    const float* x = args.x + row * args.width;
+    quantize_row(
+        args.width, args.out + row * row_groups(args.width),
+        [&](int64_t i) { return load(x + i); },
+        [&](int64_t i, int64_t n) { return load_some(x + i, n); });
   });
 }
 

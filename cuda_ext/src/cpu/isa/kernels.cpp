@@ -9,6 +9,9 @@
 #include "matmul.h"
 #include "pack.h"
 #include "peaks.h"
+#include "quantized_matmul.h"
+#include "quantized_pack.h"
+#include "quantized_unpack.h"
 #include "sampling.h"
 #include "vec.h"
 
@@ -34,8 +37,14 @@ const Kernels STREAMKV_TABLE(STREAMKV_ISA) = {
     {store_kv_num_items, store_kv_run},
     {attention_num_items, attention_run},
     {select_rows_num_items, select_rows_run},
+    {quantized_packed_bytes,
+     quantized_pack,
+     quantized_unpack,
+     {quantized_embedding_num_items, quantized_embedding_run},
+     {quantized_matmul_num_items, quantized_matmul_run},
+     {quantize_num_items, quantize_run}},
     {argmax, sum_exp, count_at_least, collect_at_least, collect_between, group_maxima},
-    {peak_fma, kPeakBf16Dot, peak_read},
+    {peak_fma, kPeakBf16Dot, peak_int8_dot, peak_read},
 };
 
 }  // namespace streamkv

@@ -197,7 +197,7 @@ void finish_gated(const Strip& strip, int64_t unit) {
 void finish(const Strip& strip, int64_t unit) {
   if (!strip.args->weight.is_paired)
     finish_linear(strip, unit);
-  else if (input_dtype(strip.args->weight) == Dtype::kFloat32)
+  else if (strip.args->out_dtype == Dtype::kFloat32)
     finish_gated<float>(strip, unit);
   else
     finish_gated<bf16>(strip, unit);

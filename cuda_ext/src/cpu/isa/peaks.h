@@ -1,7 +1,7 @@
 // The most that a thread can do with this instruction set: what benchmarks measure kernels against.
 #pragma once
 
-#include "vec.h"
+#include "quantized_dot.h"
 
 namespace {
 
@@ -37,6 +37,24 @@ constexpr auto kPeakBf16Dot = &peak_bf16_dot;
 #else
 constexpr int64_t (*kPeakBf16Dot)(int64_t, float*) = nullptr;
 #endif
+
+// Of 4-bit weights where those take the fewest instructions.
+inline int64_t peak_int8_dot(int64_t num_rounds, float* out) {
+  using ByteDot = Dot<dot_bits(4)>;
+  vint acc[kPeakChains];
+  const typename ByteDot::Weights weights[1] = {ByteDot::prepare(broadcast_word(0x01010101u))};
+  repeat<kPeakChains>([&](auto i) {
+    acc[i.value] = (vint)broadcast_word((uint32_t)(int32_t)(out[0] * i.value));
+  });
+  for (int64_t round = 0; round < num_rounds; ++round)
+    repeat<kPeakChains>([&](auto i) {
+      const vuint inputs[1] = {(vuint)acc[(i.value + 1) % kPeakChains]};
+      acc[i.value] = ByteDot::add(acc[i.value], weights, inputs);
+    });
+  repeat<kPeakChains - 1>([&](auto i) { acc[0] += acc[i.value + 1]; });
+  memcpy(out, &acc[0], sizeof(vint));
+  return num_rounds * kPeakChains * kWidth * 8;
+}
 
 inline void peak_read(const void* data, int64_t num_bytes, int64_t ahead_bytes, float* out) {
   constexpr int kVectors = 8, kStepBytes = kVectors * static_cast<int>(sizeof(vint));

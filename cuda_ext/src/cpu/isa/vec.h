@@ -36,6 +36,7 @@ typedef uint16_t vushort __attribute__((vector_size(2 * kWidth)));
 template <int kValue>
 struct Number {
   static constexpr int value = kValue;
+  constexpr operator int() const { return kValue; }
 };
 
 // action(Number<0>{}), ... Loops over registers are written so: unrolled by the compiler alone, the
@@ -231,6 +232,41 @@ inline vfloat dot_words(vuint a, vuint b, vfloat c) {
 }
 #endif
 
+struct half {
+  uint16_t bits;
+};
+
+inline vfloat load(const half* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__ARM_NEON)
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
+#else
+  vushort x;
+  memcpy(&x, p, sizeof(x));
+  return half_to_float(widen(x));
+#endif
+}
+
+// Bytes with a sign, as whole numbers.
+inline vint load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (vint)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (vint)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(__SSE4_1__)
+  int32_t word;
+  memcpy(&word, p, sizeof(word));
+  return (vint)_mm_cvtepi8_epi32(_mm_cvtsi32_si128(word));
+#else
+  return vint{p[0], p[1], p[2], p[3]};
+#endif
+}
+
+inline vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
+
 // Hints that the line at p will be read soon; any address is allowed.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
@@ -301,26 +337,40 @@ inline void transpose_words(const char* const* rows, int64_t offset, vuint out[4
 #endif
 }
 
-// e^x for x <= 0, within 2 units in the last place; 0 below -87.3; NaN for NaN. Range reduction to
+// e^x of N vectors, step by step beside one another: a vector alone waits for each of its steps.
+// For x <= 0, within 2 units in the last place; 0 below -87.3; NaN for NaN. Range reduction to
 // |r| <= ln(2)/2 and the polynomial of Cephes' expf (Moshier). exp(0) is exactly 1.
-inline vfloat exp_nonpositive(vfloat x) {
+template <int N>
+__attribute__((always_inline)) inline void exp_nonpositive(vfloat (&x)[N]) {
   const vfloat lowest = broadcast(-87.3f);
   const vfloat round_to_int = broadcast(12582912.0f);  // 1.5 * 2^23
-  vfloat clamped = x < lowest ? lowest : x;
-  vfloat shifted = fma(clamped, broadcast(1.44269504f), round_to_int);
-  vfloat n = shifted - round_to_int;
-  vfloat r = fma(n, broadcast(-0.693359375f), clamped);
-  r = fma(n, broadcast(2.12194440e-4f), r);
-  vfloat p = broadcast(1.9875691500e-4f);
-  p = fma(p, r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
-  p = fma(p, r * r, r + 1.0f);
-  vint exponent = ((vint)shifted - (vint)round_to_int + 127) << 23;
-  vfloat result = p * (vfloat)exponent;
-  return x < lowest ? vfloat{} : result;
+  vfloat r[N], p[N], shifted[N];
+  const auto each = [](auto step) { repeat<N>([&](auto i) { step(i.value); }); };
+  each([&](int i) { r[i] = max(lowest, x[i]); });  // the second one, if it is a NaN
+  each([&](int i) { shifted[i] = fma(r[i], broadcast(1.44269504f), round_to_int); });
+  each([&](int i) { p[i] = shifted[i] - round_to_int; });
+  each([&](int i) { r[i] = fma(p[i], broadcast(-0.693359375f), r[i]); });
+  each([&](int i) { r[i] = fma(p[i], broadcast(2.12194440e-4f), r[i]); });
+  const auto horner = [&](float next) {
+    each([&](int i) { p[i] = fma(p[i], r[i], broadcast(next)); });
+  };
+  each([&](int i) { p[i] = broadcast(1.9875691500e-4f); });
+  horner(1.3981999507e-3f);
+  horner(8.3334519073e-3f);
+  horner(4.1665795894e-2f);
+  horner(1.6666665459e-1f);
+  horner(5.0000001201e-1f);
+  each([&](int i) { p[i] = fma(p[i], r[i] * r[i], r[i] + 1.0f); });
+  each([&](int i) {
+    const vint exponent = ((vint)shifted[i] - (vint)round_to_int + 127) << 23;
+    x[i] = x[i] < lowest ? vfloat{} : p[i] * (vfloat)exponent;
+  });
+}
+
+inline vfloat exp_nonpositive(vfloat x) {
+  vfloat one[1] = {x};
+  exp_nonpositive(one);
+  return one[0];
 }
 
 }  // namespace
