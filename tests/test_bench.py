@@ -339,6 +339,25 @@ def test_info_counts_a_models_parameters_and_its_memory(checkpoint, capsys):
     assert f"{2 * 2 * 2 * 16 * 4:,} bytes a token" in said["KV"]  # K and V, layers, heads, dim
 
 
+@pytest.mark.parametrize(
+    ("wish", "weights", "kv_bytes"),
+    [
+        ([], "bfloat16", "256 bytes a token as bfloat16"),
+        (["--quantization", "int8"], "int8", "256 bytes a token as bfloat16"),
+        # K and V, layers, heads: 16 values and a scale
+        (["--kv-cache-dtype", "int8"], "bfloat16", "160 bytes a token as int8"),
+        (["--ops", "reference"], "bfloat16", "256 bytes a token as bfloat16"),
+    ],
+)
+def test_info_names_the_formats(checkpoint, capsys, wish, weights, kv_bytes):
+    assert main(["info", str(checkpoint), "--program", *wish]) == 0
+    text = capsys.readouterr().out
+    (line,) = [line for line in text.splitlines() if line.startswith("weights ")]
+    assert line.endswith(f" MiB as {weights}")
+    assert kv_bytes in text and f"want logits, {weights} weights, " in text
+    assert ("\nquantize " in text) == (weights == "int8")  # heads of 16 are shorter than a group
+
+
 def test_info_shows_the_program_of_a_step(checkpoint, capsys):
     assert main(["info", str(checkpoint), "--program", "--context", "40"]) == 0
     text = capsys.readouterr().out

@@ -292,8 +292,9 @@ void check_scene(Report& report, Random& random, const AttentionShape& shape, Dt
   }
   // Values are in [-1, 1): so is a group's greatest, by which its other numbers are rounded.
   for (const double value : expected)
-    tolerance.push_back(2e-5 + (out_dtype == Dtype::kInt8 ? 0.5 / 127
-                                                          : fabs(value) * relative_error(out_dtype)));
+    tolerance.push_back(2e-5 + (out_dtype == Dtype::kInt8
+                                    ? 0.5 / 127
+                                    : fabs(value) * relative_error(out_dtype)));
   const int64_t size = num_queries * scene.out_width();
   Guarded all(out_bytes(out_dtype, size));
   scene.store(Order::kForward);

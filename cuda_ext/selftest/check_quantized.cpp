@@ -3,72 +3,16 @@
 #include <math.h>
 
 #include <algorithm>
-#include <memory>
 
 #include "packed.h"
 #include "quantized_blocks.h"
-#include "streamkv/quantize.h"
+#include "streamkv/formats.h"
 
 namespace streamkv::selftest {
 
 namespace {
 
 constexpr int64_t kMostRows = 61;
-
-// A weight packed from blocks, one for each part.
-struct TestQuantized {
-  std::vector<Blocks> parts;
-  std::vector<std::unique_ptr<Guarded>> memory;
-  QuantizedWeight view;
-
-  TestQuantized(std::vector<Blocks> blocks, bool is_paired, int64_t piece_rows = 64)
-      : parts(std::move(blocks)), view{} {
-    view.num_parts = static_cast<int64_t>(parts.size());
-    view.depth = parts[0].depth;
-    view.is_paired = is_paired;
-    for (int64_t i = 0; i < view.num_parts; ++i) {
-      const Blocks& part = parts[i];
-      memory.push_back(std::make_unique<Guarded>(
-          kernels().quantized.packed_bytes(part.format, part.num_outputs, part.depth)));
-      memset(memory[i]->as<char>(), 0, memory[i]->num_bytes());  // as the system gives it
-      view.parts[i] = {memory[i]->as<void>(), part.format, part.num_outputs};
-      view.num_outputs += part.num_outputs;
-      pack(part, view.parts[i], piece_rows);
-    }
-  }
-
-  // From an odd address: a file's rows begin anywhere.
-  void pack(const Blocks& part, const QuantizedPart& to, int64_t piece_rows) const {
-    const int64_t row_bytes = part.row_bytes();
-    for (int64_t row = 0; row < part.num_outputs; row += piece_rows) {
-      const int64_t num_rows = std::min(piece_rows, part.num_outputs - row);
-      const auto from = part.bytes.begin() + row * row_bytes;
-      std::vector<uint8_t> source(1);
-      source.insert(source.end(), from, from + num_rows * row_bytes);
-      kernels().quantized.pack({to, part.depth, source.data() + 1, row, num_rows});
-    }
-  }
-
-  bool is_intact() const {
-    return std::all_of(memory.begin(), memory.end(),
-                       [](const auto& guarded) { return guarded->is_intact(); });
-  }
-
-  // The output's part, and its place there.
-  std::pair<const Blocks*, int64_t> find(int64_t output) const {
-    const Blocks* part = parts.data();
-    for (; output >= part->num_outputs; ++part) output -= part->num_outputs;
-    return {part, output};
-  }
-
-  std::string name() const {
-    std::string text = view.is_paired ? "paired" : "";
-    for (const Blocks& part : parts)
-      text += std::string(text.empty() ? "" : " ") + format_name(part.format) + " " +
-              std::to_string(part.num_outputs);
-    return text + " of " + std::to_string(view.depth);
-  }
-};
 
 // --- rows in and out ----------------------------------------------------------------------------
 
@@ -362,7 +306,8 @@ void check_format(Report& report, Random& random, WeightFormat format) {
 
 void check_quantized(Report& report) {
   Random random(11);
-  for (const int64_t width : {1, 2, 15, 31, 32, 33, 64, 100, 576}) check_inputs(report, random, width);
+  for (const int64_t width : {1, 2, 15, 31, 32, 33, 64, 100, 576})
+    check_inputs(report, random, width);
   for (int format = 0; format < kNumWeightFormats; ++format)
     check_format(report, random, static_cast<WeightFormat>(format));
   // Depths that don't fill a group, and parts of several formats.

@@ -1,6 +1,8 @@
 #include "quantized_blocks.h"
 
-#include "streamkv/quantize.h"
+#include <algorithm>
+
+#include "streamkv/formats.h"
 
 namespace streamkv::selftest {
 
@@ -96,6 +98,18 @@ void read_int8_row(const Reader& reader, int64_t depth) {
     reader.put(k, static_cast<int8_t>(reader.block[4 + k]), scale, 0.0f);
 }
 
+// From an odd address: a file's rows begin anywhere.
+void pack_blocks(const Blocks& blocks, const QuantizedPart& to, int64_t piece_rows) {
+  const int64_t row_bytes = blocks.row_bytes();
+  for (int64_t row = 0; row < blocks.num_outputs; row += piece_rows) {
+    const int64_t num_rows = std::min(piece_rows, blocks.num_outputs - row);
+    const auto from = blocks.bytes.begin() + row * row_bytes;
+    std::vector<uint8_t> source(1);
+    source.insert(source.end(), from, from + num_rows * row_bytes);
+    kernels().quantized.pack({to, blocks.depth, source.data() + 1, row, num_rows});
+  }
+}
+
 // A normal float16 from 2^-9 to 2^-4, of either sign.
 uint16_t random_half(Random& random) {
   return static_cast<uint16_t>((random.bits() & 0x83ff) | (6 + random.below(5)) << 10);
@@ -118,11 +132,11 @@ bool has_minima(WeightFormat format) {
 }
 
 uint8_t random_byte(Random& random, WeightFormat format, Filling filling) {
-  const bool is_signed = format == WeightFormat::kInt8 || format == WeightFormat::kQ8_0;
-  if (filling == Filling::kLeast) return is_signed ? 0x81 : 0;
-  if (filling == Filling::kGreatest) return is_signed ? 0x7f : 0xff;
+  const bool is_int8 = format == WeightFormat::kInt8, is_q8 = format == WeightFormat::kQ8_0;
+  if (filling == Filling::kLeast) return is_int8 ? 0x81 : is_q8 ? 0x80 : 0;
+  if (filling == Filling::kGreatest) return is_int8 || is_q8 ? 0x7f : 0xff;
   const auto byte = static_cast<uint8_t>(random.bits());
-  return format == WeightFormat::kInt8 && byte == 0x80 ? 0 : byte;  // int8 has no -128
+  return is_int8 && byte == 0x80 ? 0 : byte;  // int8 has no -128
 }
 
 }  // namespace
@@ -156,6 +170,41 @@ Blocks::Blocks(Random& random, WeightFormat format, int64_t num_outputs, int64_t
     const float product = static_cast<float>(levels[i]) * scales[i];
     values[i] = has_minima(format) ? product + minima[i] : product;
   }
+}
+
+TestQuantized::TestQuantized(std::vector<Blocks> blocks, bool is_paired, int64_t piece_rows)
+    : parts(std::move(blocks)), view{} {
+  view.num_parts = static_cast<int64_t>(parts.size());
+  view.depth = parts[0].depth;
+  view.is_paired = is_paired;
+  for (int64_t i = 0; i < view.num_parts; ++i) {
+    const Blocks& part = parts[i];
+    memory.push_back(std::make_unique<Guarded>(
+        kernels().quantized.packed_bytes(part.format, part.num_outputs, part.depth)));
+    memset(memory[i]->as<char>(), 0, memory[i]->num_bytes());  // as the system gives it
+    view.parts[i] = {memory[i]->as<void>(), part.format, part.num_outputs};
+    view.num_outputs += part.num_outputs;
+    pack_blocks(part, view.parts[i], piece_rows);
+  }
+}
+
+bool TestQuantized::is_intact() const {
+  return std::all_of(memory.begin(), memory.end(),
+                     [](const auto& guarded) { return guarded->is_intact(); });
+}
+
+std::pair<const Blocks*, int64_t> TestQuantized::find(int64_t output) const {
+  const Blocks* part = parts.data();
+  for (; output >= part->num_outputs; ++part) output -= part->num_outputs;
+  return {part, output};
+}
+
+std::string TestQuantized::name() const {
+  std::string text = view.is_paired ? "paired" : "";
+  for (const Blocks& part : parts)
+    text += std::string(text.empty() ? "" : " ") + format_name(part.format) + " " +
+            std::to_string(part.num_outputs);
+  return text + " of " + std::to_string(view.depth);
 }
 
 }  // namespace streamkv::selftest

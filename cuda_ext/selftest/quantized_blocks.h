@@ -2,6 +2,9 @@
 // plain loops.
 #pragma once
 
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "selftest.h"
@@ -22,6 +25,19 @@ struct Blocks {
   Blocks(Random& random, WeightFormat format, int64_t num_outputs, int64_t depth,
          Filling filling = Filling::kRandom);
   int64_t row_bytes() const { return static_cast<int64_t>(bytes.size()) / num_outputs; }
+};
+
+// A weight packed from blocks, one for each part, in pieces as a loader brings them.
+struct TestQuantized {
+  std::vector<Blocks> parts;
+  std::vector<std::unique_ptr<Guarded>> memory;
+  QuantizedWeight view;
+
+  TestQuantized(std::vector<Blocks> blocks, bool is_paired, int64_t piece_rows = 64);
+  bool is_intact() const;
+  std::string name() const;
+  // The output's part, and its place there.
+  std::pair<const Blocks*, int64_t> find(int64_t output) const;
 };
 
 }  // namespace streamkv::selftest

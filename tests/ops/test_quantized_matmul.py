@@ -34,7 +34,7 @@ def make_inputs(team: _cpu.Team, num_rows: int, depth: int = DEPTH) -> tuple[Arr
     inputs = ops.quantize(team, x)
     groups = inputs.view(INPUT_GROUP)
     values = groups["values"].astype(np.float64) * groups["scale"][:, :, None].astype(np.float64)
-    return inputs, values.reshape(num_rows, -1)[:, :depth]
+    return inputs, values.reshape(num_rows, groups.shape[1] * 32)[:, :depth]
 
 
 def assert_close_to_product(actual: Array, x: Array, weight: _cpu.QuantizedWeight) -> None:

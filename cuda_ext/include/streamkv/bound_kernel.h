@@ -22,4 +22,17 @@ struct BoundKernel {
   }
 };
 
+// The kernels of either class of weight, and their arguments, still empty.
+inline const auto& embedding_kernel(const PackedWeight&) { return kernels().embedding; }
+inline const auto& embedding_kernel(const QuantizedWeight&) {
+  return kernels().quantized.embedding;
+}
+inline const auto& matmul_kernel(const PackedWeight&) { return kernels().matmul; }
+inline const auto& matmul_kernel(const QuantizedWeight&) { return kernels().quantized.matmul; }
+
+template <class Args>
+Args no_args(const Kernel<Args>&) {
+  return {};
+}
+
 }  // namespace streamkv

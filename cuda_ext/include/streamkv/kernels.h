@@ -86,7 +86,7 @@ struct QuantizedMatmulArgs {
   void* out;              // float [num_rows, num_outputs]; paired: inputs [num_rows, num_outputs / 2]
   Dtype out_dtype;        // kFloat32; paired: any of inputs
   int64_t num_rows;
-  int64_t num_threads = 2;  // that share the items: decides their order alone
+  int64_t num_threads = 2;  // that take the items by turns: decides how they are cut
 };
 
 // Float rows to rows of InputGroups, where the op that made them couldn't.

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "streamkv/bound_kernel.h"
-#include "streamkv/quantize.h"
+#include "streamkv/formats.h"
 #include "streamkv/team.h"
 
 namespace streamkv {

@@ -26,16 +26,6 @@ int64_t num_columns(const Array& array) {
   return array.ndim() < 2 ? kAny : static_cast<int64_t>(array.shape(1));
 }
 
-const auto& embedding_kernel(const PackedWeight&) { return kernels().embedding; }
-const auto& embedding_kernel(const QuantizedWeight&) { return kernels().quantized.embedding; }
-const auto& matmul_kernel(const PackedWeight&) { return kernels().matmul; }
-const auto& matmul_kernel(const QuantizedWeight&) { return kernels().quantized.matmul; }
-
-template <class Args>
-Args no_args(const Kernel<Args>&) {
-  return {};
-}
-
 template <class Owned>
 nb::object embedding(Team& team, const Array& token_ids, const Owned& weight) {
   constexpr auto kOp = "embedding";

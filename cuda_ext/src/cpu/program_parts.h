@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "streamkv/bound_kernel.h"
+#include "streamkv/formats.h"
 #include "streamkv/kernels.h"
 #include "streamkv/memory.h"
 #include "streamkv/program.h"
-#include "streamkv/quantize.h"
 
 namespace streamkv {
 namespace {
@@ -30,21 +30,11 @@ constexpr int64_t kAlignment = 64;
                               ", got " + got);
 }
 
-// Of either class of weight: what the left side of a product with it must be, and its kernels.
+// What the left side of a product with it must be, of either class of weight.
 Dtype input_dtype(const PackedWeight& weight) {
   return weight.dtype == Dtype::kBFloat16 ? kernels().bf16_inputs : Dtype::kFloat32;
 }
 Dtype input_dtype(const QuantizedWeight&) { return Dtype::kInt8; }
-
-const auto& embedding_kernel(const PackedWeight&) { return kernels().embedding; }
-const auto& embedding_kernel(const QuantizedWeight&) { return kernels().quantized.embedding; }
-const auto& matmul_kernel(const PackedWeight&) { return kernels().matmul; }
-const auto& matmul_kernel(const QuantizedWeight&) { return kernels().quantized.matmul; }
-
-template <class Args>
-Args no_args(const Kernel<Args>&) {
-  return {};
-}
 
 const char* name_of(Extent extent) {
   return extent == Extent::kTokens ? "tokens" : "logit rows";

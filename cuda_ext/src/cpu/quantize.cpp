@@ -6,24 +6,13 @@
 #include <algorithm>
 #include <limits>
 
+#include "streamkv/formats.h"
+
 namespace streamkv {
 namespace {
 
 constexpr int kBlock = 32;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-struct Format {
-  const char* name;
-  int64_t depth, bytes;  // of a block
-};
-
-constexpr Format kFormats[kNumWeightFormats] = {
-    {"int8", 1, 1},     {"Q4_0", 32, 18},    {"Q4_1", 32, 20},
-    {"Q5_0", 32, 22},   {"Q5_1", 32, 24},    {"Q8_0", 32, 34},
-    {"Q4_K", 256, 144}, {"Q5_K", 256, 176},  {"Q6_K", 256, 210},
-};
-
-const Format& of(WeightFormat format) { return kFormats[static_cast<int>(format)]; }
 
 // --- float16 ------------------------------------------------------------------------------------
 
@@ -335,7 +324,7 @@ void quantize_block(WeightFormat format, const float* x, uint8_t* out) {
   Block block;
   memcpy(&block, x, sizeof(block));
   if (!is_finite(block)) {  // NaNs for scale and minimum
-    memset(out, 0, of(format).bytes);
+    memset(out, 0, source_row_bytes(format, kBlock));
     put_half(out, kHalfNaN);
     if (format == WeightFormat::kQ4_1) put_half(out + 2, kHalfNaN);
     return;
@@ -347,30 +336,6 @@ void quantize_block(WeightFormat format, const float* x, uint8_t* out) {
 
 }  // namespace
 
-const char* format_name(WeightFormat format) { return of(format).name; }
-
-bool parse_format(const char* name, WeightFormat* format) {
-  for (int i = 0; i < kNumWeightFormats; ++i)
-    if (strcmp(kFormats[i].name, name) == 0) {
-      *format = static_cast<WeightFormat>(i);
-      return true;
-    }
-  return false;
-}
-
-int64_t block_depth(WeightFormat format) { return of(format).depth; }
-
-int64_t source_row_bytes(WeightFormat format, int64_t depth) {
-  if (format == WeightFormat::kInt8) return static_cast<int64_t>(sizeof(float)) + depth;
-  return depth / of(format).depth * of(format).bytes;
-}
-
-int64_t input_row_bytes(Dtype dtype, int64_t width) {
-  if (dtype == Dtype::kInt8)
-    return (width + kInputGroup - 1) / kInputGroup * static_cast<int64_t>(sizeof(InputGroup));
-  return width * (dtype == Dtype::kFloat32 ? 4 : 2);
-}
-
 bool can_quantize(WeightFormat format) {
   return format == WeightFormat::kInt8 || format == WeightFormat::kQ8_0 ||
          format == WeightFormat::kQ4_0 || format == WeightFormat::kQ4_1;
@@ -379,8 +344,9 @@ bool can_quantize(WeightFormat format) {
 void quantize_row(WeightFormat format, const void* x, Dtype dtype, int64_t depth, void* out) {
   auto* bytes = static_cast<uint8_t*>(out);
   if (format == WeightFormat::kInt8) return quantize_int8(x, dtype, depth, bytes);
+  const int64_t block_bytes = source_row_bytes(format, kBlock);
   each_piece(x, dtype, depth, [&](const float* values, int64_t k, int64_t) {
-    quantize_block(format, values, bytes + k / kBlock * of(format).bytes);
+    quantize_block(format, values, bytes + k / kBlock * block_bytes);
   });
 }
 

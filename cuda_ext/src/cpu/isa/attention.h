@@ -2,7 +2,7 @@
 //
 // Included by kernels.cpp alone. attention_tile.h computes one partition for some rows; while it
 // does, the next one is fetched, be it the next head's. All queries of a tile read a partition
-// once; many rows first widen it to float32.
+// once; many rows first widen it to float32 (of int8 the values alone).
 #pragma once
 
 #include "attention_context.h"
@@ -79,7 +79,8 @@ inline void load_queries(const Job& job, const Slice& slice) {
   for (int64_t i = 0; i < job.tile.num_runs; ++i) {
     const AttentionRun& run = job.runs[i];
     for (int64_t query = 0; query < run.num_queries; ++query) {
-      const float* from = args.qkv + (run.first_token + query) * width + slice.first_head * head_dim;
+      const float* from =
+          args.qkv + (run.first_token + query) * width + slice.first_head * head_dim;
       for (int64_t head = 0; head < slice.num_heads; ++head, ++row, from += head_dim) {
         load_query<K>(job, from, row);
         job.t.positions[row] = run.first_position + (int32_t)query;

@@ -19,7 +19,7 @@ struct Context {
   const V* values[kNumColumns];  // [kColumn, head_dim]
   const float* key_scales[kNumColumns];
   const float* value_scales[kNumColumns];
-  int64_t line_stride;  // elements from a line of keys, which is their words of one index, to the next
+  int64_t line_stride;  // elements from a line of keys, their words of one index, to the next
 };
 
 // The partition to come, fetched while this one is computed: keys with keys, values with values. A

@@ -42,10 +42,10 @@ constexpr int kKeyRegisters<int8_t> = sizeof(KeyDot::Weights) > sizeof(vuint) ? 
 
 // Queries of rows, the first one's; its neighbours follow.
 struct Queries {
-  const float* values;   // [R, head_dim], scaled
-  const int8_t* bytes;   // [R, head_dim], for keys of int8
-  const float* scales;   // [R], of bytes
-  const int32_t* starts; // [R] where sums of bytes' products begin
+  const float* values;    // [R, head_dim], scaled
+  const int8_t* bytes;    // [R, head_dim], for keys of int8
+  const float* scales;    // [R], of bytes
+  const int32_t* starts;  // [R] where sums of bytes' products begin
   int64_t head_dim;
 };
 

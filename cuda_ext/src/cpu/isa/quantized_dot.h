@@ -1,6 +1,6 @@
 // Products of bytes, as the instruction set has them: quads of weights by quads of inputs.
 //
-// A vector of weights holds a quad of kWidth outputs, a vector of inputs the same quad in each lane.
+// A vector of weights holds a quad of kWidth outputs, one of inputs the same quad in each lane.
 // Sums are exact: where an instruction adds in 16 bits, it is used for as many products as fit.
 #pragma once
 
@@ -115,7 +115,7 @@ struct Dot<6> {
   static vint end(vint sum, vint) { return sum; }
 };
 
-// 128 * 127 * 2 of signed numbers do; 255 * 127 * 2 wouldn't. So the weights' signs go to the inputs.
+// 128 * 127 * 2 of signed numbers do, 255 * 127 * 2 wouldn't: the weights' signs go to the inputs.
 template <>
 struct Dot<8> {
   struct Weights {

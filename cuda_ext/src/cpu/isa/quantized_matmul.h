@@ -22,12 +22,13 @@ constexpr int64_t kQuantizedAhead = 8192;
 inline int64_t num_units(const QuantizedWeight& weight) {
   int64_t units = 0;
   const int64_t parts = weight.is_paired ? 1 : weight.num_parts;
-  for (int64_t i = 0; i < parts; ++i) units += divide_up(weight.parts[i].num_outputs, kQuantizedPanel);
+  for (int64_t i = 0; i < parts; ++i)
+    units += divide_up(weight.parts[i].num_outputs, kQuantizedPanel);
   return units;
 }
 
-// Items that follow one another lie in different lanes, as many as there are threads: one that takes
-// them by turns with the others goes on in its lane, where it has fetched ahead of an item's end.
+// Items that follow one another lie in different lanes, as many as there are threads: one that
+// takes them by turns with the others goes on in its lane, where it has fetched ahead before.
 struct QuantizedCut {
   int64_t num_units, row_parts, unit_parts;
   int64_t lanes;  // unit_parts is a multiple of it
@@ -105,6 +106,14 @@ inline void multiply_rows(const QuantizedStrip& strip, Range groups, QuantizedTi
   }
 }
 
+inline void scale_outputs(const float* scales, int64_t rows, float* sums) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < kQuantizedPanel; i += kWidth) {
+      float* at = sums + r * kQuantizedPanel + i;
+      store(at, load(at) * load(scales + i));
+    }
+}
+
 template <WeightFormat kFormat>
 void sum_quantized_panel(const QuantizedStrip& strip, const QuantizedPart& part, int64_t panel,
                          float* sums) {
@@ -112,8 +121,8 @@ void sum_quantized_panel(const QuantizedStrip& strip, const QuantizedPart& part,
   constexpr Source kPacked = kBits != 4          ? Source::kSpread
                              : is_super(kFormat) ? Source::kPackedValues
                                                  : Source::kPackedGroups;
-  using Packed = TileKind<scaling_of(kFormat), kBits, kPacked>;
-  using Spread = TileKind<scaling_of(kFormat), kBits, Source::kSpread>;
+  using Packed = TileKind<scaling_of(kFormat), dot_bits(kBits), kPacked>;
+  using Spread = TileKind<scaling_of(kFormat), dot_bits(kBits), Source::kSpread>;
   const int64_t depth = strip.args->weight.depth, all = num_groups(depth);
   const bool is_one_tile = strip.rows.size() <= kHeight;
   const int64_t blocks = divide_up(all, kSuperGroups);  // whole super-blocks where there are any
@@ -134,13 +143,8 @@ void sum_quantized_panel(const QuantizedStrip& strip, const QuantizedPart& part,
       multiply_rows<Spread, kHeight>(strip, groups, tile, sums);
     }
   }
-  if (kFormat != WeightFormat::kInt8) return;
-  const float* scales = output_scales(part, depth, panel);
-  for (int64_t r = 0; r < strip.rows.size(); ++r)
-    for (int64_t i = 0; i < kQuantizedPanel; i += kWidth) {
-      float* at = sums + r * kQuantizedPanel + i;
-      store(at, load(at) * load(scales + i));
-    }
+  if (kFormat == WeightFormat::kInt8)
+    scale_outputs(output_scales(part, depth, panel), strip.rows.size(), sums);
 }
 
 inline void sum_panel(const QuantizedStrip& strip, const QuantizedPart& part, int64_t panel,

@@ -17,13 +17,13 @@ using streamkv::InputGroup;
 enum class Source { kSpread, kPackedValues, kPackedGroups };
 
 // What a tile is compiled for.
-template <Scaling kHow, int kValueBits, Source kFrom>
+template <Scaling kHow, int kDotBits, Source kFrom>
 struct TileKind {
   static constexpr Scaling kScaling = kHow;
   static constexpr bool kIsPacked = kFrom != Source::kSpread;
   static constexpr bool kHasHalves = kFrom == Source::kPackedGroups;
-  using ByteDot = Dot<dot_bits(kValueBits)>;
-  // Bytes that are the value itself have no offset.
+  using ByteDot = Dot<kDotBits>;
+  // Sums start at what makes good for the bytes' offset; those with minima have none.
   static constexpr bool kHasStart = kHow != Scaling::kGroupMin && !ByteDot::kTakesOffset;
   static constexpr int kHalves = kHow == Scaling::kHalfGroup ? 2 : 1;  // with a scale of their own
 };
@@ -131,8 +131,8 @@ __attribute__((always_inline)) inline void add_quads(const InputRows<kRows>& x,
                                                      SliceOf<vint, kRows>& sums) {
   using ByteDot = typename Kind::ByteDot;
   constexpr int kRun = ByteDot::kRun;
-  repeat<2 / kRun>([&](auto run) {
-    repeat<kRows>([&](auto r) {
+  repeat<2 / kRun>([&](auto run) __attribute__((always_inline)) {
+    repeat<kRows>([&](auto r) __attribute__((always_inline)) {
       vuint inputs[2];
       for (int i = 0; i < kRun; ++i)
         inputs[i] = load_quad(x[r.value] + 4 * (run.value * kRun + i));
@@ -246,7 +246,8 @@ struct SliceScales {
       }
     });
     if (Kind::kHasHalves) prefetch((const uint8_t*)from.halves + ahead);
-    if (Kind::kHasHalves && kHasMinima) prefetch((const uint8_t*)(from.halves + kQuantizedPanel) + ahead);
+    if (Kind::kHasHalves && kHasMinima)
+      prefetch((const uint8_t*)(from.halves + kQuantizedPanel) + ahead);
   }
 };
 
@@ -272,7 +273,7 @@ __attribute__((always_inline)) inline void multiply_part(const QuantizedTile& ti
     weights.values += Kind::kIsPacked ? kQuadBytes : 2 * kQuadBytes;
   }
   const SliceScales<Kind> of(weights, ahead);
-  each_output<kRows>([&](auto r, auto v) {
+  each_output<kRows>([&](auto r, auto v) __attribute__((always_inline)) {
     const InputGroup& input = x.group(r.value, (kHalf + 1) * kDepths);
     const vint sum = ByteDot::end(sums[r.value][v.value], start(r.value, kDepths));
     vfloat scale = broadcast(input.scale);
@@ -298,7 +299,7 @@ __attribute__((always_inline)) inline void multiply_slice(const QuantizedTile& t
   for (int64_t g = 0; g < tile.num_groups; ++g) {
     const bool is_ahead = g >= tile.ahead_groups.begin && g < tile.ahead_groups.end;
     const int64_t ahead = is_ahead ? tile.ahead : 0;
-    repeat<Kind::kHalves>([&](auto half) {
+    repeat<Kind::kHalves>([&](auto half) __attribute__((always_inline)) {
       multiply_part<Kind, kRows, half.value>(tile, ahead, half_sums[g], x, weights, totals);
     });
     weights.values += from.stride - kValueBytes;
@@ -310,9 +311,8 @@ __attribute__((always_inline)) inline void multiply_slice(const QuantizedTile& t
   totals.end();
 }
 
-// flatten: inlined in all its depth, which is more than the compiler would do for many rows.
 template <class Kind, int kRows>
-__attribute__((flatten)) void multiply_groups(const QuantizedTile& tile) {
+void multiply_groups(const QuantizedTile& tile) {
   HalfSums<kRows> half_sums;
   if constexpr (Kind::kHasStart && Kind::kHalves > 1) sum_halves<kRows>(tile, half_sums);
   for (int slice = 0; slice < kSlices; ++slice)
