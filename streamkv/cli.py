@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
@@ -161,11 +161,24 @@ def serve(parsed: dict[str, object]) -> int:
         level=server_config.log_level.upper(),
         format="%(asctime)s %(levelname).1s %(message)s",
         datefmt="%H:%M:%S",
+        handlers=[_log_lines()],
     )
     _warn_if_open(server_config)
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
     with _listen(server_config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(engine_config, server_config, listener))
+
+
+def _log_lines() -> logging.Handler:
+    """On stderr, above a progress bar if there is one."""
+    from tqdm import tqdm
+
+    class LogLines(logging.StreamHandler[TextIO]):
+        def emit(self, record: logging.LogRecord) -> None:
+            with tqdm.external_write_mode(self.stream):
+                super().emit(record)
+
+    return LogLines()
 
 
 def _engine_config(parsed: dict[str, object]) -> EngineConfig:
@@ -200,8 +213,10 @@ def bench(parsed: dict[str, object]) -> int:
     benchmark = parsed.pop("benchmark")
     if benchmark == "kernels":
         from .bench.kernels import bench_kernels
+        from .bench.tune import bench_tuning
 
-        return bench_kernels(build_config(KernelsConfig, parsed, {}))
+        options = build_config(KernelsConfig, parsed, {})
+        return bench_tuning(options) if options.tune else bench_kernels(options)
     engine_config = _engine_config(parsed)
     if benchmark == "throughput":
         from .bench.throughput import bench_throughput

@@ -80,7 +80,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=0, le=1024, description="CPU threads that compute (0: one a physical core)")
     ] = 0
     packed_cache_gib: Annotated[
-        float, Meta(ge=0, description="GiB of disk for packed weights, for quick starts (0: off)")
+        float,
+        Meta(
+            ge=0,
+            le=1 << 20,
+            description="GiB of disk for packed weights, for quick starts (0: off)",
+        ),
     ] = 16.0
     enforce_eager: Annotated[
         bool,

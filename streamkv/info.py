@@ -26,7 +26,7 @@ from .errors import ConfigError
 from .models import ModelConfig, build_model
 from .models.llama import LlamaForCausalLM
 from .ops.cpu_count import num_usable_cores
-from .ops.extension import load_extension
+from .ops.extension import load_extension, tuning_in_use
 from .runner.cost import describe
 from .runner.cpu_model import DTYPES, effective_quantization, kv_dtype_of, load_cpu_model
 from .runner.formats import ModelFormats
@@ -61,7 +61,10 @@ def print_info(engine_config: EngineConfig, options: InfoConfig, given: Containe
         print(f"{name:16} {value}")
     if options.program:
         planned = ModelFormats.planned(
-            load_extension(), model.parameters(), formats, kv_dtype_of(engine_config)
+            load_extension(engine_config.threads),
+            model.parameters(),
+            formats,
+            kv_dtype_of(engine_config),
         )
         recorded = Recorder(max_model_len=max_model_len).record(model)
         spec = resolve_inputs(recorded, planned.matrices)
@@ -139,7 +142,7 @@ def facts(
     )
     num_bytes = packed_bytes(parameters, formats)
     heads = f"{config.num_attention_heads} heads / {config.num_key_value_heads} KV heads"
-    cpu = load_extension()
+    cpu = load_extension(engine_config.threads)
     planned = ModelFormats.planned(cpu, parameters, formats, kv_dtype)
     others = [isa for isa in cpu.available_isas() if isa != cpu.isa()]
     also = f" (this CPU also runs: {', '.join(others)})" if others else ""
@@ -157,6 +160,7 @@ def facts(
         "KV cache": f"{kv_bytes:,} bytes a token as {kv_dtype}",
         "threads": str(engine_config.threads or num_usable_cores()),
         "instruction set": f"{cpu.isa()}{also}",
+        "tuning": tuning_in_use().describe(),
     }
 
 
@@ -204,6 +208,7 @@ def print_measured(
             "config": msgspec.to_builtins(engine_config),
             "formats": loaded.formats.describe(),
             "isa": loaded.cpu.isa(),
+            "tuning": tuning_in_use()._asdict(),
         }
         title = f"{engine_config.model_id}, {loaded.formats.describe()}, {loaded.cpu.isa()}"
         print_profile("profile", title, measured, details)

@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "streamkv"
 
 LAYERS = {  # package or module → layer; imports point to a lower layer or stay inside
+    "cache": 0,
     "config": 0,
     "errors": 0,
     "protocol": 0,
@@ -30,6 +31,7 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
     "__main__": 6,
 }
 SAME_LAYER = {  # the few siblings that may see each other
+    ("cache", "errors"),
     ("config", "errors"),
     ("protocol", "errors"),
     ("step_bytes", "protocol"),

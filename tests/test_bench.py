@@ -24,7 +24,7 @@ from streamkv.config import EngineConfig
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.errors import ConfigError, StreamkvError
 from streamkv.models import build_model
-from streamkv.ops import VOCABULARY
+from streamkv.ops import VOCABULARY, extension
 from streamkv.ops.extension import load_extension
 from streamkv.protocol import StepInput, StepOutput, unpack_ints
 from streamkv.runner.cost import Cost
@@ -356,6 +356,21 @@ def test_info_names_the_formats(checkpoint, capsys, wish, weights, kv_bytes):
     assert line.endswith(f" MiB as {weights}")
     assert kv_bytes in text and f"want logits, {weights} weights, " in text
     assert ("\nquantize " in text) == (weights == "int8")  # heads of 16 are shorter than a group
+
+
+def test_info_says_how_the_kernels_are_tuned(checkpoint, monkeypatch, capsys):
+    cpu = load_extension()
+    isa, before = cpu.isa(), cpu.tuning()
+    monkeypatch.setattr(extension, "_chosen", None)  # as in a new process
+    monkeypatch.setattr(extension, "_tuning", None)
+    monkeypatch.setenv("STREAMKV_CPU_ISA", isa)
+    monkeypatch.setenv("STREAMKV_TUNING", "item_kib=32")
+    try:
+        assert main(["info", str(checkpoint)]) == 0
+    finally:
+        cpu.set_tuning(before)
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("tuning ")]
+    assert line.split(maxsplit=1)[1] == "item 32 KiB (STREAMKV_TUNING)"
 
 
 def test_info_shows_the_program_of_a_step(checkpoint, capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import transformers
 from tiny import save_tiny_checkpoint, tiny_tokenizer
+from weights.loading import change_tensors
 
 from streamkv.cli import main
 from streamkv.config import EngineConfig
@@ -161,6 +164,17 @@ def test_figures_are_those_of_the_formulas():
     }
 
 
+def test_a_perplexity_beyond_all_floats_is_infinite_and_its_ratio_is_not():
+    values = log_probs(np.array([[0, -800], [0, -900]], np.float32))
+    reference, got = Score(), Score()
+    reference.add(values, [1, 1], None)
+    got.add(values, [1, 0], None)
+    assert reference.perplexity == math.inf
+    assert reference.figures(reference)["ratio"] == 1
+    assert got.figures(reference)["ratio"] == pytest.approx(math.exp(-450), rel=1e-6)
+    assert reference.figures(got)["ratio"] == pytest.approx(math.exp(450), rel=1e-6)
+
+
 def test_greedy_tokens_count_until_the_first_difference():
     expected = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]], np.int32)
     got = np.array([[1, 2, 3, 4], [5, 0, 7, 8], [0, 9, 9, 9]], np.int32)
@@ -269,6 +283,105 @@ def test_the_default_context_fits_the_model_and_the_table_is_for_people(
 def test_a_context_beyond_the_models_is_wrong_usage(checkpoint, capsys):
     assert main(["eval", str(checkpoint), "--context", "257"]) == 2
     assert "at most the 256 positions" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("eval") / "short"
+    return save_tiny_checkpoint(path, hidden_size=64, max_position_embeddings=20)
+
+
+def test_what_is_not_asked_for_fits_a_short_model(short_model, checkpoint, text_file, capsys):
+    got = evaluated(capsys, short_model, "--text", text_file, "--max-tokens", 60)
+    assert got["context"] == 20
+    assert [row["same_greedy"] is None for row in got["rows"]] == [False] * 2
+    wish = ["--text", text_file, "--max-tokens", 20]
+    got = evaluated(capsys, short_model, *wish, "--greedy-tokens", 19)  # prompts of one token
+    assert got["rows"][0]["same_greedy"] == 1
+    got = evaluated(capsys, checkpoint, *wish, "--also", short_model)  # as the shortest allows
+    assert got["context"] == 20 and len(got["rows"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (["--context", "21"], "--context: expected at most the 20 positions"),
+        (["--greedy-tokens", "20"], "--greedy-tokens: expected fewer than the 20 positions"),
+    ],
+)
+def test_lengths_beyond_a_models_name_their_flags(
+    wish, said, short_model, checkpoint, text_file, capsys
+):
+    for models in ([short_model], [checkpoint, "--also", short_model]):
+        assert main(["eval", *map(str, models), "--text", str(text_file), *wish]) == 2
+        err = capsys.readouterr().err
+        assert said in err and str(short_model) in err
+
+
+def refuse_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("streamkv.eval.run.NativeModel", load)
+
+
+@pytest.mark.parametrize("flag", ["--also", "--against"])
+def test_another_vocabulary_is_refused_before_any_work(
+    flag, checkpoint, text_file, tmp_path, capsys, monkeypatch
+):
+    padded = save_tiny_checkpoint(tmp_path / "padded", vocab_size=352)
+    refuse_loading(monkeypatch)
+    capsys.readouterr()
+    assert main(["eval", str(checkpoint), "--text", str(text_file), flag, str(padded)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(padded) in line and "vocab_size is 339, got a vocab_size of 352" in line
+
+
+def test_a_token_that_the_model_lacks_is_named_before_any_work(
+    text_file, tmp_path, capsys, monkeypatch
+):
+    small = save_tiny_checkpoint(tmp_path / "small", vocab_size=300)
+    refuse_loading(monkeypatch)
+    capsys.readouterr()
+    assert main(["eval", str(small), "--text", str(text_file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    text = read_text(str(text_file), tiny_tokenizer(), 4096)
+    greatest = max(text.token_ids)
+    assert f"got token {greatest} ({tiny_tokenizer().decode([greatest])!r})" in line
+    assert str(small) in line and "vocab_size, 300" in line
+
+
+def test_a_logit_that_is_no_number_names_the_model_and_a_remedy(text_file, tmp_path, capsys):
+    broken = save_tiny_checkpoint(tmp_path / "broken", hidden_size=64, tie_word_embeddings=False)
+    token_id = read_text(str(text_file), tiny_tokenizer(), 9).token_ids[5]
+    assert token_id != 0  # which loading tries
+
+    def spoil(tensors):
+        tensors["model.embed_tokens.weight"][token_id] = float("nan")
+
+    change_tensors(broken, spoil)
+    capsys.readouterr()
+    wish = ["--text", str(text_file), "--max-tokens", "20", "--against", "none"]
+    for greedy in ("0", "4"):
+        assert main(["eval", str(broken), *wish, "--greedy-tokens", greedy]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(broken) in line and "NaN" in line and "--dtype float32" in line
+
+
+def test_a_text_is_read_once_for_all_models(checkpoint, text_file, tmp_path, capsys):
+    other = save_tiny_checkpoint(tmp_path / "other", hidden_size=64)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(text_file.read_bytes()))
+    writer.start()
+    asked = ["--text", pipe, "--max-tokens", 20, "--also", other, "--against", "none"]
+    assert len(evaluated(capsys, checkpoint, *asked)["rows"]) == 2
+    writer.join()
+
+
+def test_a_text_in_nobodys_home_is_wrong_usage(checkpoint, capsys):
+    assert main(["eval", str(checkpoint), "--text", "~no-such-user/text"]) == 2
+    assert "--text ~no-such-user/text: expected a UTF-8 file" in capsys.readouterr().err
 
 
 def test_checkpoints_of_other_tokens_are_refused(checkpoint, default_checkpoint, capsys):

@@ -144,6 +144,13 @@ def test_wrong_usage_exits_2_and_a_missing_model_exits_1_with_one_line(capsys, t
     assert last.startswith("streamkv: ") and "nothing.gguf" in last
 
 
+@pytest.mark.parametrize("size", ["inf", "1e308", "nan", "-1"])
+def test_a_cache_of_no_possible_size_is_wrong_usage(capsys, size, tmp_path):
+    wish = ["serve", str(tmp_path / "none.gguf"), "--port", "0", f"--packed-cache-gib={size}"]
+    assert main(wish) == 2
+    assert "--packed-cache-gib" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["", " ", "key ", "\n"])
 def test_an_empty_or_padded_api_key_is_wrong_usage_that_names_the_flag(capsys, monkeypatch, key):
     assert main(["serve", "--port", "0", "--api-key", "good", "--api-key", key]) == 2

@@ -123,10 +123,36 @@ void check_product(Report& report, Random& random, const Product& product) {
     }
 }
 
+// A tuning is heeded: smaller items are more. (Every check of a product shows that no bit changes.)
+template <class Args>
+void check_cuts(Report& report, const Kernel<Args>& kernel, Args args,
+                ProductTuning Tuning::* part, const std::string& name) {
+  const auto num_items = [&](int64_t item_kib, int64_t item_tiles) {
+    Tuning wanted = kDefaultTuning;
+    wanted.*part = {item_kib, item_tiles, 0};
+    set_tuning(wanted);
+    const int64_t count = kernel.num_items(args, 2);
+    set_tuning(kDefaultTuning);
+    return count;
+  };
+  args.num_rows = 1;
+  report.expect(num_items(64, 1) > num_items(512, 1), name + ": items of fewer weights are more");
+  args.num_rows = kMostRows;
+  report.expect(num_items(1 << 16, 1) > num_items(1 << 16, 10),
+                name + ": items of fewer tiles are more");
+}
+
 }  // namespace
 
 void check_products(Report& report) {
   Random random(2);
+  MatmulArgs floats{};
+  floats.weight = {nullptr, Dtype::kBFloat16, 2048, 512, false};
+  check_cuts(report, kernels().matmul, floats, &Tuning::floats, "linear");
+  QuantizedMatmulArgs quantized{};
+  quantized.weight = {{{nullptr, WeightFormat::kQ8_0, 2048}}, 1, 2048, 512, false};
+  check_cuts(report, kernels().quantized.matmul, quantized, &Tuning::quantized,
+             "quantized linear");
   for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
     check_product(report, random, {dtype, 1, 2, false, true, true});
     check_product(report, random, {dtype, 77, 66, false, true, false});

@@ -2,7 +2,7 @@
 //
 // The oracles are plain scalar loops in double precision, written here and sharing no code with the
 // kernels. Every check also runs its kernel in several ways (items in turn, backwards with
-// scratch full of NaNs, by a team) and wants the same bits.
+// scratch full of NaNs and products cut otherwise, by a team) and wants the same bits.
 #pragma once
 
 #include <stdint.h>
@@ -81,6 +81,9 @@ double relative_error(Dtype dtype);  // of rounding to it
 enum class Order { kForward, kBackward, kTeam };
 constexpr Order kOrders[] = {Order::kForward, Order::kBackward, Order::kTeam};
 
+// Small items, even of many rows, and short of what is fetched ahead.
+constexpr Tuning kOtherTuning = {{2, 2, 64}, {3, 1, 0}};
+
 // Runs each item once.
 Team& three_threads();
 void* poisoned_scratch();
@@ -88,14 +91,17 @@ void* poisoned_scratch();
 template <class Args>
 void run_kernel(const Kernel<Args>& kernel, const Args& args, Order order) {
   if (order == Order::kTeam) {
-    const BoundKernel<Args> bound{kernel, args};
+    BoundKernel<Args> bound{kernel, args};
     const Phase phase = bound.phase(three_threads().num_threads());
     three_threads().run(&phase, 1);
     return;
   }
-  const int64_t num_items = kernel.num_items(args, order == Order::kForward ? 1 : 2);
+  const bool is_forward = order == Order::kForward;
+  set_tuning(is_forward ? kDefaultTuning : kOtherTuning);
+  const int64_t num_items = kernel.num_items(args, is_forward ? 1 : 2);
   for (int64_t i = 0; i < num_items; ++i)
-    kernel.run(args, order == Order::kForward ? i : num_items - 1 - i, poisoned_scratch());
+    kernel.run(args, is_forward ? i : num_items - 1 - i, poisoned_scratch());
+  set_tuning(kDefaultTuning);
 }
 
 void check_packing(Report& report);

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..models import ModelConfig, build_model
 from ..ops import Parameter
 from ..ops.cpu_count import num_usable_cores
-from ..ops.extension import load_extension
+from ..ops.extension import load_extension, tuning_in_use
 from ..runner.formats import ModelFormats
 from ..runner.inputs import resolve_inputs
 from ..runner.kv_cache import MAX_SLOTS, available_memory_bytes
@@ -166,14 +166,14 @@ def build(cpu: ModuleType, options: KernelsConfig, steps: list[Step]) -> Profile
     )
 
 
-def extension(isa: str) -> ModuleType:
+def extension(isa: str, num_threads: int = 0) -> ModuleType:
     """With the instruction set of `--isa`, whatever the environment says; empty: as elsewhere."""
     if not isa:
-        return load_extension()
+        return load_extension(num_threads)
     name = "STREAMKV_CPU_ISA"
     before, os.environ[name] = os.environ.get(name), isa
     try:
-        return load_extension()
+        return load_extension(num_threads)
     except ConfigError as error:
         raise ConfigError(str(error).replace(name, "--isa")) from None
     finally:
@@ -184,11 +184,15 @@ def extension(isa: str) -> ModuleType:
 
 
 def bench_kernels(options: KernelsConfig) -> int:
-    cpu = extension(options.isa)
+    cpu = extension(options.isa, options.threads)
     steps = steps_of(options)
     profiled = build(cpu, options, steps)
     measured = profile(profiled, steps, options.rounds)
-    details = {"config": msgspec.to_builtins(options), "isa": cpu.isa()}
+    details = {
+        "config": msgspec.to_builtins(options),
+        "isa": cpu.isa(),
+        "tuning": tuning_in_use()._asdict(),
+    }
     title = f"{options.shape}, {profiled.formats.describe()}, {cpu.isa()}"
     print_profile("kernels", title, measured, details)
     return 0

@@ -89,6 +89,10 @@ class InfoConfig(StepsConfig, frozen=True, kw_only=True):
 class KernelsConfig(StepsConfig, frozen=True, kw_only=True):
     """A model of random weights, op by op, beside what the machine can do."""
 
+    tune: Annotated[
+        bool,
+        Meta(description="find what suits this machine best, and keep it for later starts"),
+    ] = False
     dtype: Annotated[
         Literal["bfloat16", "float32"], Meta(description="of weights that aren't quantized and KV")
     ] = "bfloat16"

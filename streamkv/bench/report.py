@@ -10,8 +10,9 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from ..ops.tuning import cpu_name
 
 Figures = dict[str, float]
 
@@ -84,12 +85,3 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
     }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())

@@ -18,12 +18,13 @@ from ..runner.cpu_model import check_finite, load_cpu_model, one_token
 from ..runner.kv_cache import MemoryShare
 from ..runner.recorder import Recorder, build_program
 from ..weights.hub import Checkpoint
-from .text import NUM_PROMPTS, PROMPT_LEN, STEP_TOKENS, Piece, Window
+from .score import NotFinite
+from .text import NUM_PROMPTS, STEP_TOKENS, Lengths, Piece, Window
 
 
-def sized(config: EngineConfig, context: int, greedy_tokens: int) -> EngineConfig:
+def sized(config: EngineConfig, lengths: Lengths) -> EngineConfig:
     """The config with room for windows and continuations, and no more."""
-    continued = PROMPT_LEN + greedy_tokens if greedy_tokens else 0
+    context, continued = lengths.context, lengths.continued
     blocks = max(-(-context // config.block_size), NUM_PROMPTS * -(-continued // config.block_size))
     return msgspec.structs.replace(
         config,
@@ -32,7 +33,7 @@ def sized(config: EngineConfig, context: int, greedy_tokens: int) -> EngineConfi
         enforce_eager=False,
         max_model_len=max(context, continued),
         max_num_seqs=NUM_PROMPTS,
-        max_num_batched_tokens=max(STEP_TOKENS, NUM_PROMPTS * PROMPT_LEN),
+        max_num_batched_tokens=max(STEP_TOKENS, NUM_PROMPTS * lengths.prompt),
         num_gpu_blocks_override=blocks,
     )
 
@@ -79,7 +80,10 @@ class NativeModel:
         parts = [Piece(0, prompt, 1) for prompt in prompts]
         found = np.empty((len(prompts), num_tokens), np.int32)
         for index in range(num_tokens):
-            found[:, index] = self._step(parts, num_blocks).argmax(axis=1)
+            logits = self._step(parts, num_blocks)
+            if not np.isfinite(logits).all():
+                raise NotFinite("a logit isn't a finite number")
+            found[:, index] = logits.argmax(axis=1)
             parts = [
                 Piece(part.start + len(part.token_ids), [int(token_id)], 1)
                 for part, token_id in zip(parts, found[:, index], strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,15 +19,15 @@ from tqdm import tqdm
 from ..bench.report import aligned, machine, rounded
 from ..config import EngineConfig
 from ..engine.loading import read_tokenizer
-from ..errors import ConfigError
+from ..errors import ConfigError, StreamkvError
 from ..models import ModelConfig
 from ..weights.hub import Checkpoint, resolve_checkpoint
 from ..weights.loader import open_checkpoint
 from .native import NativeModel, sized
 from .options import EvalConfig
 from .oracle import Oracle
-from .score import Predictions, Score, log_probs
-from .text import EvalText, Window, read_text
+from .score import NotFinite, Predictions, Score, log_probs
+from .text import PROMPT_LEN, Characters, EvalText, Lengths, Window, read_characters
 from .ways import reference_of, ways_of
 
 HEAD = ("model", "weights", "inputs", "KV", "MiB", "perplexity", "ratio", "KL", "top-1", "greedy")
@@ -66,10 +67,9 @@ class Row(NamedTuple):
 class Evaluation:
     """Scores one model after another on one text, the reference first if there is one."""
 
-    def __init__(self, text: EvalText, context: int, greedy_tokens: int) -> None:
+    def __init__(self, text: EvalText, lengths: Lengths) -> None:
         self._text = text
-        self._context = context
-        self._greedy_tokens = greedy_tokens
+        self._lengths = lengths
         self._reference: Predictions | None = None
         self.rows: dict[Way, Row] = {}
 
@@ -82,8 +82,7 @@ class Evaluation:
     ) -> None:
         """Load a model and score it, unless the same was scored before."""
         checkpoint = resolve_checkpoint(config.model)
-        sized_config = sized(config, self._context, self._greedy_tokens)
-        model = NativeModel(sized_config, checkpoint)
+        model = NativeModel(sized(config, self._lengths), checkpoint)
         try:
             formats = model.loaded.formats
             way = Way(config.model, formats.weights, formats.inputs, formats.kv_dtype)
@@ -102,7 +101,15 @@ class Evaluation:
         if way in self.rows:
             return
         kept = Predictions() if is_reference else None
-        score = self._score(model, way, kept)
+        try:
+            score = self._score(model, way, kept)
+        except NotFinite as error:
+            raise StreamkvError(
+                f"{way.model} ({way.weights}, {way.inputs} inputs, {way.kv} KV in {way.by}): "
+                f"expected finite logits for every token of the text, got NaN or infinity; if "
+                "--quantization none --dtype float32 gives the same, the checkpoint is broken: get "
+                "it again"
+            ) from error
         self.rows[way] = Row(way, num_bytes, score)
         if is_reference:
             self._reference = kept
@@ -110,9 +117,9 @@ class Evaluation:
     def _score(self, model: Computes, way: Way, kept: Predictions | None) -> Score:
         score = Score()
         windows = tqdm(
-            self._text.windows(self._context),
+            self._text.windows(self._lengths.context),
             f"{way.by}, {way.weights}, {way.inputs}, {way.kv} KV",
-            self._text.num_windows(self._context),
+            self._text.num_windows(self._lengths.context),
             disable=None,  # where nobody watches
             leave=False,
         )
@@ -125,8 +132,9 @@ class Evaluation:
                 score.add(values, token_ids, self._reference)
                 if kept is not None:
                     kept.append(values)
-        if self._greedy_tokens:
-            score.continuations = model.continuations(self._text.prompts(), self._greedy_tokens)
+        if self._lengths.greedy:
+            prompts = self._text.prompts(self._lengths.prompt)
+            score.continuations = model.continuations(prompts, self._lengths.greedy)
         return score
 
 
@@ -144,18 +152,19 @@ def oracle_of(model: NativeModel, checkpoint: Checkpoint) -> Oracle:
 
 def print_eval(engine_config: EngineConfig, options: EvalConfig, given: Container[str] = ()) -> int:
     """Score every way, print the table, and the document if it was asked for. Returns the exit
-    code. A context that wasn't `given` fits itself to the model's."""
-    checkpoint = resolve_checkpoint(engine_config.model)
-    text = read_text(options.text, read_tokenizer(checkpoint), options.max_tokens)
-    context = options.context
-    if "context" not in given:
-        context = min(context, _longest_context(checkpoint))
+    code. Lengths that weren't `given` fit themselves to the models'."""
     reference = reference_of(engine_config, options)
     ways = ways_of(engine_config, options)
-    others = {*options.also, *([reference.model] if reference else [])} - {engine_config.model}
-    for model in sorted(others):
-        _check_tokens(text, model, options)
-    evaluation = Evaluation(text, context, options.greedy_tokens)
+    characters = read_characters(options.text, options.max_tokens)
+    names = [engine_config.model, *options.also, *([reference.model] if reference else [])]
+    texts = {name: _text_for(characters, name) for name in dict.fromkeys(names)}
+    text, (_, vocab_size) = texts[engine_config.model]
+    for name, (own, (_, own_vocab_size)) in texts.items():
+        _check_tokens(name, own == text, own_vocab_size, vocab_size)
+    longest = min((sizes.positions, name) for name, (_, sizes) in texts.items())
+    lengths = _lengths(options, given, *longest)
+    context = lengths.context
+    evaluation = Evaluation(text, lengths)
     if reference is not None:
         evaluation.run(reference, is_reference=True)
     refused = []
@@ -170,22 +179,61 @@ def print_eval(engine_config: EngineConfig, options: EvalConfig, given: Containe
     return 0
 
 
-def _longest_context(checkpoint: Checkpoint) -> int:
+class Sizes(NamedTuple):
+    """What a checkpoint's config says of its tokens."""
+
+    positions: int
+    vocab_size: int
+
+
+def _text_for(characters: Characters, model: str) -> tuple[EvalText, Sizes]:
+    """The text in a model's tokens. ConfigError for one that it has no embedding for."""
+    checkpoint = resolve_checkpoint(model)
     source = open_checkpoint(checkpoint)
     try:
-        return ModelConfig.from_dict(source.config).max_position_embeddings
+        config = ModelConfig.from_dict(source.config)
     finally:
         source.close()
-
-
-def _check_tokens(text: EvalText, model: str, options: EvalConfig) -> None:
-    """ConfigError for a model that cuts the text into other tokens."""
-    tokenizer = read_tokenizer(resolve_checkpoint(model))
-    if read_text(options.text, tokenizer, options.max_tokens) != text:
+    tokenizer = read_tokenizer(checkpoint)
+    text = characters.tokens(tokenizer)
+    greatest = max(text.token_ids)
+    if greatest >= config.vocab_size:
         raise ConfigError(
-            f"{model}: expected a model with the same tokens as the first, got another tokenizer; "
-            "figures of predictions compare only token by token"
+            f"{model}: expected a tokenizer whose tokens are below the model's vocab_size, "
+            f"{config.vocab_size}, got token {greatest} ({tokenizer.decode([greatest])!r}) in the "
+            "text; the tokenizer and the weights don't belong together"
         )
+    return text, Sizes(config.max_position_embeddings, config.vocab_size)
+
+
+def _check_tokens(model: str, is_same_text: bool, vocab_size: int, expected: int) -> None:
+    """ConfigError for a model that cuts the text into other tokens, or knows more or fewer."""
+    got = "another tokenizer" if not is_same_text else f"a vocab_size of {vocab_size}"
+    if not is_same_text or vocab_size != expected:
+        raise ConfigError(
+            f"{model}: expected a model with the same tokens as the first, whose vocab_size is "
+            f"{expected}, got {got}; figures of predictions compare only token by token"
+        )
+
+
+def _lengths(options: EvalConfig, given: Container[str], positions: int, model: str) -> Lengths:
+    """What was asked for, or fits. ConfigError for what `model`, which has the fewest positions,
+    doesn't allow."""
+    context, greedy = options.context, options.greedy_tokens
+    if "context" not in given:
+        context = min(context, positions)
+    if "greedy_tokens" not in given:
+        greedy = min(greedy, positions // 2)
+    if context > positions:
+        raise ConfigError(
+            f"--context: expected at most the {positions} positions of {model}, got {context}"
+        )
+    if greedy >= positions:
+        raise ConfigError(
+            f"--greedy-tokens: expected fewer than the {positions} positions of {model}, so that "
+            f"a prompt has room, got {greedy}"
+        )
+    return Lengths(context, min(PROMPT_LEN, positions - greedy), greedy)
 
 
 def print_rows(
@@ -246,9 +294,16 @@ def _document(
                 **row.way._asdict(),
                 "weight_bytes": row.weight_bytes,
                 "tokens": row.score.num_tokens,
-                **row.score.figures(reference),
+                **_finite(row.score.figures(reference)),
             }
             for row in rows
         ],
         "left_out": list(refused),
+    }
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: null."""
+    return {
+        name: None if one is not None and math.isinf(one) else one for name, one in figures.items()
     }

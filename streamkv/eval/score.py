@@ -18,17 +18,22 @@ from ..errors import StreamkvError
 
 LogProbs = NDArray[np.float32]  # [tokens, vocabulary]
 STEPS = 65535  # of a uint16
+MOST_NATS = 709.0  # whose exponential a float has
 
 
 def log_probs(logits: NDArray[np.float32]) -> LogProbs:
-    """Of each row, which may be overwritten. StreamkvError if a logit isn't finite."""
+    """Of each row, which may be overwritten. NotFinite if a logit isn't a number."""
     highest = logits.max(axis=1, keepdims=True)
     if not np.isfinite(highest).all() or not np.isfinite(logits.min()):
-        raise StreamkvError("a logit isn't a finite number: the model can't compute this text so")
+        raise NotFinite("a logit isn't a finite number")
     logits -= highest
     totals = np.exp(logits).sum(axis=1, dtype=np.float64, keepdims=True)
     logits -= np.log(totals).astype(np.float32)
     return logits
+
+
+class NotFinite(StreamkvError):
+    """A model computed something that is no number."""
 
 
 class _Packed(NamedTuple):
@@ -88,12 +93,16 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nats / self.num_tokens)
+        return _exp(self.nats / self.num_tokens)
 
     def figures(self, reference: Score | None) -> dict[str, Any]:
         """By name; None where there is nothing to compare with."""
         found: dict[str, Any] = {"perplexity": self.perplexity}
-        found["ratio"] = self.perplexity / reference.perplexity if reference else None
+        found["ratio"] = None
+        if reference is not None:  # of logarithms: either perplexity may be infinite
+            found["ratio"] = _exp(
+                self.nats / self.num_tokens - reference.nats / reference.num_tokens
+            )
         if self.has_reference:
             found["kl_nats"] = self.kl_nats / self.num_tokens
             found["same_top"] = self.num_same_top / self.num_tokens
@@ -104,6 +113,10 @@ class Score:
             assert reference.continuations is not None
             found["same_greedy"] = same_beginning(reference.continuations, self.continuations)
         return found
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < MOST_NATS else math.inf
 
 
 def _kl(expected: LogProbs, got: LogProbs) -> float:

@@ -43,6 +43,18 @@ class Window(NamedTuple):
             yield Piece(start, self.token_ids[start:end], wanted)
 
 
+class Lengths(NamedTuple):
+    """How many tokens a model is given at once."""
+
+    context: int  # of a window
+    prompt: int  # before a continuation
+    greedy: int  # tokens of a continuation
+
+    @property
+    def continued(self) -> int:
+        return self.prompt + self.greedy if self.greedy else 0
+
+
 class EvalText(NamedTuple):
     """The tokens, and what the model's tokenizer puts before a text."""
 
@@ -63,9 +75,9 @@ class EvalText(NamedTuple):
     def num_windows(self, context: int) -> int:
         return 1 + max(0, -(-(len(self.token_ids) - context) // max(1, context // 2)))
 
-    def prompts(self) -> list[list[int]]:
+    def prompts(self, longest: int = PROMPT_LEN) -> list[list[int]]:
         """Beginnings for greedy continuations, of one length, spread over the text."""
-        length = min(PROMPT_LEN, len(self.token_ids))
+        length = min(longest, len(self.token_ids))
         last = len(self.token_ids) - length
         starts = sorted({last * i // NUM_PROMPTS for i in range(NUM_PROMPTS)})
         return [self._begun(self.token_ids[start : start + length]) for start in starts]
@@ -74,20 +86,36 @@ class EvalText(NamedTuple):
         return token_ids if self.bos is None else [self.bos, *token_ids[1:]]
 
 
+class Characters(NamedTuple):
+    """A text before it is cut into tokens: a model's tokenizer decides which."""
+
+    text: str
+    source: str  # in words
+    max_tokens: int
+
+    def tokens(self, tokenizer: Tokenizer) -> EvalText:
+        """One to begin with, and `max_tokens` to predict if there are so many. ConfigError."""
+        token_ids = tokenizer.encode(self.text)
+        begins = token_ids[:1] == [tokenizer.bos_token_id]
+        token_ids = token_ids[: self.max_tokens + 1]
+        if len(token_ids) < 2:
+            raise ConfigError(
+                f"--text: expected at least 2 tokens to predict one, got {len(token_ids)} in "
+                f"{self.source}; give a longer text"
+            )
+        return EvalText(token_ids, token_ids[0] if begins else None, self.source)
+
+
+def read_characters(path: str, max_tokens: int) -> Characters:
+    """What `max_tokens` can take of the file at `path`, "" for Python's help texts. ConfigError."""
+    num_chars = CHARS_PER_TOKEN * max_tokens
+    text = _read_file(path, num_chars) if path else help_texts()[:num_chars]
+    return Characters(text, path or "the help texts of Python (pydoc_data.topics)", max_tokens)
+
+
 def read_text(path: str, tokenizer: Tokenizer, max_tokens: int) -> EvalText:
-    """Tokens of the file at `path`, "" for Python's help texts: one to begin with, and
-    `max_tokens` to predict if there are so many. ConfigError."""
-    characters = _read_file(path, CHARS_PER_TOKEN * max_tokens) if path else help_texts()
-    token_ids = tokenizer.encode(characters[: CHARS_PER_TOKEN * max_tokens])
-    begins = token_ids[:1] == [tokenizer.bos_token_id]
-    token_ids = token_ids[: max_tokens + 1]
-    if len(token_ids) < 2:
-        raise ConfigError(
-            f"--text: expected at least 2 tokens to predict one, got {len(token_ids)} in "
-            f"{path or 'the help texts'}; give a longer text"
-        )
-    source = path or "the help texts of Python (pydoc_data.topics)"
-    return EvalText(token_ids, token_ids[0] if begins else None, source)
+    """Its tokens. ConfigError."""
+    return read_characters(path, max_tokens).tokens(tokenizer)
 
 
 def help_texts() -> str:
@@ -103,5 +131,6 @@ def _read_file(path: str, num_chars: int) -> str:
     try:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             return file.read(num_chars)
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no possible name
+    except (OSError, ValueError, RuntimeError) as error:
+        # ValueError: not UTF-8, or no possible name. RuntimeError: `~nobody`.
         raise ConfigError(f"--text {path}: expected a UTF-8 file: {error}") from error

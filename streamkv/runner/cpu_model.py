@@ -24,6 +24,7 @@ from ..ops.extension import load_extension
 from ..protocol import RunnerInfo
 from ..weights.formats import QUANTIZED, Quantization, packed_bytes, planned_formats
 from ..weights.hub import Checkpoint
+from ..weights.jobs import progress_bar
 from ..weights.loader import (
     PackedWeights,
     WeightSource,
@@ -119,7 +120,7 @@ def load_cpu_model(
     Raises ModelLoadError for what is wrong with the checkpoint and ConfigError for what is wrong
     with the wishes; what was reserved before that is the caller's to release.
     """
-    cpu = load_extension()
+    cpu = load_extension(config.threads)
     num_threads = config.threads or num_usable_cores()
     share.measure(available_memory_bytes)
     progress("opening checkpoint", 0.0)
@@ -152,17 +153,24 @@ def _load_weights(
     check_names_and_shapes(source, parameters)
     quantization = effective_quantization(config, source, model)
     formats = planned_formats(source, parameters, dtype=dtype, quantization=quantization)
-    share.reserve("weights", packed_bytes(parameters, formats))
-    return load_packed(
-        cpu,
-        source,
-        parameters,
-        dtype=dtype,
-        quantization=quantization,
-        packed_cache_gib=config.packed_cache_gib,
-        num_threads=num_threads,
-        progress=lambda fraction: progress("loading weights", fraction),
-    )
+    num_bytes = packed_bytes(parameters, formats)
+    share.reserve("weights", num_bytes)
+    with progress_bar(num_bytes, "loading weights") as bar:
+
+        def show(fraction: float) -> None:
+            progress("loading weights", fraction)
+            bar.update(int(fraction * num_bytes) - bar.n)
+
+        return load_packed(
+            cpu,
+            source,
+            parameters,
+            dtype=dtype,
+            quantization=quantization,
+            packed_cache_gib=config.packed_cache_gib,
+            num_threads=num_threads,
+            progress=show,
+        )
 
 
 def effective_quantization(

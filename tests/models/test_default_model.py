@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,6 +12,7 @@ import transformers
 from drive import load_runner, request, run_requests
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
+from streamkv.protocol import RunnerInfo
 from streamkv.text.tokenizer import Tokenizer
 from streamkv.weights.gguf import GGUFFile
 
@@ -112,20 +113,39 @@ def test_greedy_tokens_and_logprobs_equal_transformers(
             torch.testing.assert_close(values, expected[position][ids], atol=1e-4, rtol=0)
 
 
-def test_bfloat16_is_close_to_float32(default_checkpoint, prompts):
-    """The default dtype: the same model within rounding, at the first token of every prompt."""
-    distributions = []
-    for dtype in ("bfloat16", "float32"):
-        runner, info = load_runner(default_checkpoint, dtype=dtype, ops="native")
-        requests = [
-            request(str(index), prompt, 1, logprobs=5) for index, prompt in enumerate(prompts)
-        ]
-        assert info.dtype == dtype
-        results = run_requests(runner, info, requests)
-        distributions.append([results[one.request_id][0].logprobs[0] for one in requests])
-        runner.close()
-    likeliest_equal = 0
-    for rounded, exact in zip(*distributions, strict=True):
-        assert math.isclose(rounded.logprob, exact.logprob, abs_tol=0.5)
-        likeliest_equal += rounded.top_ids[:4] == exact.top_ids[:4]
-    assert likeliest_equal >= len(prompts) - 2
+def first_token_logprobs(runner: Any, info: RunnerInfo, prompts: list[list[int]]) -> list[Any]:
+    requests = [request(str(index), prompt, 1, logprobs=5) for index, prompt in enumerate(prompts)]
+    results = run_requests(runner, info, requests)
+    runner.close()
+    return [results[one.request_id][0].logprobs[0] for one in requests]
+
+
+@pytest.fixture(scope="module")
+def exact(default_checkpoint, prompts) -> list[Any]:
+    """float32 throughout, which equals transformers."""
+    return first_token_logprobs(*load_runner(default_checkpoint, ops="native"), prompts)
+
+
+@pytest.mark.parametrize(
+    ("config", "formats", "far", "num_equal"),
+    [
+        ({"quantization": "none"}, "bfloat16 weights, ", 0.1, 19),
+        ({}, "Q4_1 + Q8_0 weights, int8 inputs, bfloat16 KV", 0.4, 17),
+        ({"kv_cache_dtype": "int8"}, "Q4_1 + Q8_0 weights, int8 inputs, int8 KV", 0.6, 17),
+    ],
+    ids=["bfloat16", "default", "int8 KV"],
+)
+def test_rounding_leaves_the_first_tokens_close_to_float32(
+    default_checkpoint, prompts, exact, config, formats, far, num_equal
+):
+    """The same weights, which the file has in 4 and 8 bits: what is lost is in inputs, keys and
+    values, and in weights where they are widened to bfloat16. Measured: 0.03, 0.16 and 0.26 at
+    most; the four likeliest tokens in the same order for 20, 19 and 20 prompts of 20."""
+    runner, info = load_runner(default_checkpoint, dtype="auto", ops="native", **config)
+    assert info.dtype == "bfloat16"
+    assert info.formats.startswith(formats)
+    found = first_token_logprobs(runner, info, prompts)
+    distances = [abs(a.logprob - b.logprob) for a, b in zip(found, exact, strict=True)]
+    assert 1e-3 < max(distances) < far
+    same = [a.top_ids[:4] == b.top_ids[:4] for a, b in zip(found, exact, strict=True)]
+    assert sum(same) >= num_equal

@@ -4,9 +4,11 @@ bit of it."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from isas import distinct_isas
 from ops.paged import Array, PagedContext, Shape, random_context
 
 from streamkv import _cpu
@@ -19,6 +21,14 @@ SHAPES = [
     Shape(num_heads=32, num_kv_heads=4, head_dim=64),
 ]
 NUM_THREADS = [1, 2, 3, 16]
+
+
+@pytest.fixture(params=distinct_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set in use. Schedules of whole models are compared on the others, too."""
+    _cpu.set_isa(request.param)
+    yield request.param
+    _cpu.set_isa(_cpu.available_isas()[0])
 
 
 @pytest.fixture(params=["float32", "bfloat16", "int8"])

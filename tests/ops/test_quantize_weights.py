@@ -153,6 +153,58 @@ def test_what_is_not_finite_makes_scales_that_are_not(name: str, bad: float) -> 
         assert np.isnan(decoded[1]).all()
 
 
+def report(x: Array, name: str) -> tuple[float, float]:
+    blocks, largest, lost = _cpu.quantize_reporting(x, name)
+    np.testing.assert_array_equal(blocks, _cpu.quantize(x, name))
+    assert largest == np.abs(x[np.isfinite(x)]).max()
+    return largest, lost
+
+
+@pytest.mark.parametrize("factor", [0.03, 1.0, 1e3])
+@pytest.mark.parametrize("kind", ["normal", "far out", "shifted"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_is_lost_where_float16_has_the_scales(name: str, kind: str, factor: float) -> None:
+    x = make(kind) * np.float32(factor)
+    x[3], x[4], x[5, 32:64] = 0, 0.25, 0
+    assert report(x, name)[1] == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_too_large_or_too_small_for_float16_are_reported(name: str) -> None:
+    x = make("normal")
+    with_scale = 0 if name == "int8" else np.inf  # a float32 a row
+    x[7, 64:96] *= 1e9
+    assert report(x, name)[1] == with_scale
+    x[7, 64:96] *= 1e-19
+    lost = report(x, name)[1]
+    if name == "int8":
+        assert lost == 0
+    else:
+        blocks = square_errors(x, _cpu.quantize(x, name), name).reshape(64, 8)
+        # at least the error, and no more than all that was there
+        assert np.sqrt(blocks[7, 2] / 32) <= lost <= np.abs(x[7, 64:96]).max()
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_what_is_reported_is_a_block_that_plain_scales_hold_far_better(name: str) -> None:
+    x = make("normal", num_rows=256) * np.float32(2e-6)  # scales of about a step of float16
+    found = square_errors(x, _cpu.quantize(x, name), name)
+    exact = square_errors(x * 2.0**20, _cpu.quantize(x * np.float32(2**20), name), name) / 2.0**40
+    assert (found > 16 * exact).any()
+    lost = report(x, name)[1]
+    assert lost == pytest.approx(np.sqrt(found[found > 6 * exact].max() / 32), rel=1e-3)
+    assert report(x * np.float32(2**20), name)[1] == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_is_no_loss(name: str, bad: float) -> None:
+    x = make("normal")
+    x[1, 40] = bad
+    blocks, largest, lost = _cpu.quantize_reporting(x, name, _cpu.Team(2))
+    assert np.isfinite(largest) and lost == 0
+
+
 @pytest.mark.parametrize(
     ("name", "depth", "expected"),
     [

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from isas import distinct_isas
 
 from streamkv import _cpu
 from streamkv.protocol import Ask, RowAdded, RowSampling, StepInput
@@ -19,7 +20,7 @@ NEGATIVE_NAN = np.array([-1], np.int32).view(np.float32)[0]
 NUDGE = 2e-6  # what float32 rounding may move a boundary by, as a share of the probability
 
 
-@pytest.fixture(params=_cpu.available_isas(), autouse=True)
+@pytest.fixture(params=distinct_isas(), autouse=True)
 def isa(request) -> Iterator[str]:
     before = _cpu.isa()
     _cpu.set_isa(request.param)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamkv.config import DEFAULT_MODEL
-from streamkv.errors import ModelLoadError
+from streamkv.errors import ConfigError, ModelLoadError
 from streamkv.weights.hub import (
     ALIASES,
     Checkpoint,
@@ -263,3 +263,20 @@ def test_the_cache_is_where_the_environment_says(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cache_dir() == Path(expected)
+
+
+@pytest.mark.parametrize("own", [None, "~no-such-user/cache"])
+def test_without_a_home_the_default_model_needs_a_folder(
+    monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    def no_home(*_: object) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("STREAMKV_CACHE", raising=False)
+    if own is None:
+        monkeypatch.setattr(Path, "home", no_home)
+    else:
+        monkeypatch.setenv("STREAMKV_CACHE", own)
+    with pytest.raises(ConfigError, match="set STREAMKV_CACHE"):
+        resolve_checkpoint(DEFAULT_MODEL)

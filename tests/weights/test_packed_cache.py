@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from tiny import save_tiny_checkpoint
 from weights.gguf_files import save_gguf
-from weights.loading import load_weights
+from weights.loading import change_tensors, load_weights
 
+from streamkv.errors import ConfigError
 from streamkv.ops.extension import load_extension
 from streamkv.weights import packed_cache
 from streamkv.weights.gguf_llama import GGUFCheckpoint
@@ -44,11 +45,12 @@ def keep(folder: Path, buffers: list[np.ndarray], key: str = KEY, max_bytes: int
     assert fractions == sorted(fractions)
 
 
-def found(folder: Path, key: str = KEY) -> list[np.ndarray] | None:
+def found(folder: Path, key: str = KEY, max_bytes: int = GIB) -> list[np.ndarray] | None:
     """What is read, if it is of use."""
     buffers = [np.zeros(size, np.uint8) for size in SIZES]
     fractions: list[float] = []
-    if not PackedFile(folder, key, buffers).read(2, Progress(NUM_BYTES, fractions.append)):
+    done = Progress(NUM_BYTES, fractions.append)
+    if not PackedFile(folder, key, buffers).read(max_bytes, 2, done):
         return None
     assert fractions[-1] == 1 and len(fractions) == 1 + 1 + 6 + 2  # a step for each piece
     return buffers
@@ -71,6 +73,15 @@ def test_what_was_kept_comes_back(tmp_path, caplog):
     assert equal(found(folder, "f" * 64), random_buffers(2))
     assert names(folder) == {f"{KEY}.bin", f"{'f' * 64}.bin"}
     assert not caplog.records
+
+
+def test_the_log_says_where_packed_weights_are_kept_and_when_they_are_used(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    keep(tmp_path, random_buffers(1))
+    assert found(tmp_path)
+    kept, used = (record.getMessage() for record in caplog.records)
+    assert kept.endswith(f"kept for the next start: {tmp_path / KEY}.bin")
+    assert used.endswith(f"read from {tmp_path / KEY}.bin")
 
 
 def one_warning(caplog) -> str:
@@ -106,6 +117,35 @@ def test_no_cut_and_no_flipped_bit_goes_unnoticed(tmp_path, caplog):
 
     keep(tmp_path, random_buffers(3))  # takes the place of what was of no use
     assert equal(found(tmp_path), random_buffers(3)) and not caplog.records
+
+
+def test_words_in_each_others_place_do_not_go_unnoticed(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(packed_cache, "CHECK_COLUMNS", 8)
+    monkeypatch.setattr(packed_cache, "CHECK_ROWS", 4)  # of a piece's 64 words, 32 at a time
+    keep(tmp_path, random_buffers(1))
+    path = tmp_path / f"{KEY}.bin"
+    whole = path.read_bytes()
+    start = len(whole) - NUM_BYTES + 64 + 8  # of a buffer of 3000 bytes: 5 pieces and 55 words
+    for one, other in [(0, 1), (0, 8), (3, 11), (0, 32), (7, 63), (321, 374), (373, 374)]:
+        words = np.frombuffer(whole[start : start + 3000], np.uint64).copy()
+        words[[one, other]] = words[[other, one]]
+        path.write_bytes(whole[:start] + words.tobytes() + whole[start + 3000 :])
+        assert found(tmp_path) is None
+        assert "damaged between bytes" in one_warning(caplog)
+
+
+def test_a_smaller_limit_holds_from_the_next_start_on(tmp_path, caplog):
+    keys = [digit * 64 for digit in "abc"]
+    for age, key in enumerate(keys):
+        keep(tmp_path, random_buffers(age), key)
+        os.utime(tmp_path / f"{key}.bin", (age, age))
+    file_bytes = (tmp_path / f"{keys[0]}.bin").stat().st_size
+    assert found(tmp_path, keys[0], max_bytes=2 * file_bytes)  # used now
+    assert names(tmp_path) == {f"{keys[0]}.bin", f"{keys[2]}.bin"}
+    assert found(tmp_path, "d" * 64, max_bytes=file_bytes) is None
+    assert names(tmp_path) == {f"{keys[0]}.bin"}
+    assert found(tmp_path, keys[0], max_bytes=file_bytes - 1) is None
+    assert not names(tmp_path) and not caplog.records
 
 
 def test_a_file_of_another_model_and_what_is_no_file_are_left_out(tmp_path, caplog):
@@ -238,17 +278,45 @@ def test_quantizing_at_load_is_done_once(tmp_path, cache, monkeypatch):
     loader_cpu = SimpleNamespace(**vars(load_extension()))
     num_values = 0
 
-    def quantize(values: np.ndarray, name: str) -> np.ndarray:
-        nonlocal num_values
-        num_values += values.size
-        return load_extension().quantize(values, name)
+    def count(name: str) -> Any:
+        def run(values: np.ndarray, format: str) -> Any:
+            nonlocal num_values
+            num_values += values.size
+            return getattr(load_extension(), name)(values, format)
 
-    loader_cpu.quantize = quantize
+        return run
+
+    for name in ("quantize", "quantize_reporting"):
+        setattr(loader_cpu, name, count(name))
     monkeypatch.setattr("weights.loading.load_extension", lambda: loader_cpu)
     assert load_bytes(folder, quantization="int8") == kept["int8"]
     assert load_bytes(folder, quantization="int4") == kept["int4"]
     assert num_values == 3 * 40 * 512  # the fingerprints of int8, and of int8 and Q4_1
     assert load_bytes(folder, quantization="none") and len(names(cache)) == 2
+
+
+def test_where_there_is_no_home_nothing_is_kept(tmp_path, cache, monkeypatch, caplog):
+    def no_home(*_: object) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    folder = save_tiny_checkpoint(tmp_path)
+    expected = load_bytes(folder, quantization="int8", packed_cache_gib=0)
+    monkeypatch.delenv("STREAMKV_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert load_bytes(folder, quantization="int8") == expected
+    message = one_warning(caplog)
+    assert "not kept" in message and "STREAMKV_CACHE" in message
+    load_bytes(folder, quantization="int8", packed_cache_gib=0)
+    assert not caplog.records
+
+
+def test_what_can_not_be_quantized_is_not_kept(tmp_path, cache):
+    folder = save_tiny_checkpoint(tmp_path)
+    change_tensors(folder, lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"].mul_(1e6))
+    with pytest.raises(ConfigError):
+        load_bytes(folder, quantization="int4")
+    assert not cache.exists()
 
 
 def test_a_damaged_file_is_written_again(tmp_path, cache, caplog):

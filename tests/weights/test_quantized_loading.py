@@ -18,6 +18,7 @@ from weights.loading import (
     unpacked,
 )
 
+from streamkv.errors import ConfigError
 from streamkv.ops.extension import load_extension
 from streamkv.weights import loader, reading
 
@@ -129,3 +130,64 @@ def test_four_bits_are_for_layers_and_eight_for_the_vocabulary(tmp_path):
     assert formats_of(weights["model.layers.0.self_attn.qkv_proj.weight"]) == ("Q4_1",) * 3
     weights = load_weights(folder, quantization="auto", dtype="bfloat16")
     assert formats_of(weights["lm_head.weight"]) == ("bfloat16",)  # no format but the file's
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(("factor", "why"), [(1e-8, "too small"), (1e6, "too large")])
+def test_values_whose_scales_float16_lacks_are_refused_by_name(tmp_path, factor, why):
+    folder = save_tiny_checkpoint(tmp_path)
+    change_tensors(folder, lambda tensors: tensors[DOWN].mul_(factor))
+    with pytest.raises(ConfigError) as caught:
+        load_weights(folder, quantization="int4")
+    message = str(caught.value)
+    assert DOWN in message and why in message and "use --quantization int8" in message
+    exact = load(folder)[DOWN]
+    found = unpacked(folder, "float32", 2, quantization="int8")[DOWN]
+    assert (found - exact).abs().max() <= exact.abs().max() / 127
+
+    path = save_gguf(
+        folder,
+        tmp_path / "model.gguf",
+        type_of=lambda name: "Q8_0" if kind_of(name) == "gate_proj" else "F32",
+    )
+    load_weights(path, quantization="auto")  # a matrix of its own stays what it is
+
+
+def test_floats_beside_quantized_parts_are_refused_with_another_remedy(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+    up = DOWN.replace("down", "up")
+    change_tensors(folder, lambda tensors: tensors[up].mul_(1e-9))
+    path = save_gguf(
+        folder,
+        tmp_path / "model.gguf",
+        type_of=lambda name: "Q8_0" if kind_of(name) == "gate_proj" else "F32",
+    )
+    with pytest.raises(ConfigError, match=f"{up}.*use --quantization none"):
+        load_weights(path, quantization="auto")
+    load_weights(path, quantization="none")
+
+
+def test_rows_that_count_for_nothing_may_be_too_small(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+
+    def fade(tensors):
+        tensors[DOWN][3] *= 1e-7
+        tensors[DOWN][4] *= 1e-30
+        tensors[DOWN][5] = 0
+
+    change_tensors(folder, fade)
+    exact = load(folder)[DOWN]
+    found = unpacked(folder, "float32", 2, quantization="int4")[DOWN]
+    assert (found - exact).abs()[3:6].max() < 1e-6 * exact.abs().max()
+
+
+def test_a_broken_checkpoint_stays_one(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path)
+
+    def spoil(tensors):
+        tensors[DOWN][3, 5] = float("nan")
+
+    change_tensors(folder, spoil)
+    assert unpacked(folder, "float32", 2, quantization="int4")[DOWN].isnan().sum() == 32

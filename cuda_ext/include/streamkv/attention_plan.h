@@ -1,6 +1,6 @@
 // Who computes which part of a step's attention: plain data, read by the kernels.
 //
-// Plain, because kernels.cpp is compiled for several instruction sets (see kernels.h). Made once a
+// Plain, because kernels are compiled for several instruction sets (see kernels.h). Made once a
 // step by AttentionPlanner, used by each layer.
 //
 // A tile is a set of queries, each with its heads of one KV head (or a slice of them): the rows of

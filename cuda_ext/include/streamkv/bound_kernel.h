@@ -12,7 +12,8 @@ struct BoundKernel {
   Args args;
 
   // This object must outlive the phase.
-  Phase phase(int num_threads) const {
+  Phase phase(int num_threads) {
+    if constexpr (requires { args.num_threads; }) args.num_threads = num_threads;
     return {kernel.num_items(args, num_threads),
             [](const void* self, int64_t item, void* scratch) {
               const auto& bound = *static_cast<const BoundKernel*>(self);

@@ -86,7 +86,7 @@ struct QuantizedMatmulArgs {
   void* out;              // float [num_rows, num_outputs]; paired: inputs [num_rows, num_outputs / 2]
   Dtype out_dtype;        // kFloat32; paired: any of inputs
   int64_t num_rows;
-  int64_t num_threads = 2;  // that take the items by turns: decides how they are cut
+  int64_t num_threads = 1;  // that take the items by turns: set by BoundKernel, decides the cut
 };
 
 // Float rows to rows of InputGroups, where the op that made them couldn't.
@@ -221,6 +221,24 @@ struct Kernels {
   SamplingKernels sampling;
   PeakKernels peaks;
 };
+
+// How products are cut into items and how far ahead weights are fetched: who computes what and when,
+// never a bit of it. What is best depends on a machine's caches, memory and threads.
+struct ProductTuning {
+  int64_t item_kib;     // of weights that an item reads for few rows; for more rows it takes fewer
+  int64_t item_tiles;   // the most tiles of rows in an item
+  int64_t ahead_bytes;  // from the weights that are read to those that are fetched meanwhile, where
+                        // a tile has no others to share that with
+};
+struct Tuning {
+  ProductTuning quantized, floats;  // by the weights
+};
+constexpr Tuning kDefaultTuning = {{64, 10, 8192}, {128, 10, 4096}};
+
+// The one in use. Kernels read it whenever they cut, so it changes only while none runs; what may
+// be in it is checked where it is bound (bind/tuning.cpp).
+extern Tuning tuning;
+void set_tuning(const Tuning& wanted);
 
 // The table in use, and the choice of another by name; see dispatch.cpp. Weights and caches belong
 // to the table that packed them: choose before loading.

@@ -179,7 +179,7 @@ inline Output make_output(Dtype dtype, int64_t rows, int64_t columns) {
 template <class Args>
 void run_op(Team& team, const Kernel<Args>& kernel, const Args& args) {
   const nb::gil_scoped_release no_gil;
-  const BoundKernel<Args> bound{kernel, args};
+  BoundKernel<Args> bound{kernel, args};
   const Phase phase = bound.phase(team.num_threads());
   team.run(&phase, 1);
 }

@@ -9,6 +9,7 @@ void bind_weights(nb::module_& m);
 void bind_quantized(nb::module_& m);
 void bind_kv_cache(nb::module_& m);
 void bind_team(nb::module_& m);
+void bind_tuning(nb::module_& m);
 void bind_ops(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_sampler(nb::module_& m);
@@ -35,4 +36,5 @@ NB_MODULE(_cpu, m) {
   bind_channel(m);
   bind_runner(m);
   bind_peaks(m);
+  bind_tuning(m);
 }

@@ -206,6 +206,7 @@ struct Quantizing {
   const void* source;  // [num_rows, depth]
   uint8_t* out;
   int64_t num_rows, depth, item_rows;
+  QuantizeReport* reports;  // of items
 };
 
 void quantize_item(const void* bound, int64_t item, void*) {
@@ -214,11 +215,11 @@ void quantize_item(const void* bound, int64_t item, void*) {
   const int64_t out_bytes = source_row_bytes(q.format, q.depth);
   const int64_t end = std::min((item + 1) * q.item_rows, q.num_rows);
   for (int64_t row = item * q.item_rows; row < end; ++row)
-    quantize_row(q.format, static_cast<const char*>(q.source) + row * x_bytes, q.source_dtype,
-                 q.depth, q.out + row * out_bytes);
+    q.reports[item].add(quantize_row(q.format, static_cast<const char*>(q.source) + row * x_bytes,
+                                     q.source_dtype, q.depth, q.out + row * out_bytes));
 }
 
-nb::object quantize(const Array& source, const std::string& name, Team* team) {
+nb::object quantize_reporting(const Array& source, const std::string& name, Team* team) {
   constexpr auto kOp = "quantize";
   Quantizing q;
   q.format = parse_weight_format(kOp, "format", name);
@@ -232,8 +233,17 @@ nb::object quantize(const Array& source, const std::string& name, Team* team) {
   const Output out = make_output_of<uint8_t>(q.num_rows, source_row_bytes(q.format, q.depth));
   q.out = static_cast<uint8_t*>(out.data);
   q.item_rows = q.num_rows / kQuantizeItems + 1;
-  run_items(team, {(q.num_rows + q.item_rows - 1) / q.item_rows, quantize_item, &q});
-  return out.array;
+  const int64_t num_items = (q.num_rows + q.item_rows - 1) / q.item_rows;
+  std::vector<QuantizeReport> reports(num_items);
+  q.reports = reports.data();
+  run_items(team, {num_items, quantize_item, &q});
+  QuantizeReport report;
+  for (const QuantizeReport& item : reports) report.add(item);
+  return nb::make_tuple(out.array, report.largest, report.lost_error);
+}
+
+nb::object quantize(const Array& source, const std::string& name, Team* team) {
+  return nb::object(quantize_reporting(source, name, team)[0]);
 }
 
 }  // namespace
@@ -244,6 +254,10 @@ void bind_quantized(nb::module_& m) {
   m.def("quantize", &quantize, nb::arg("source"), nb::arg("format"),
         nb::arg("team").none() = nb::none(),
         "Rows of float32, float16 or uint16 (bfloat16 bits) to rows of int8, Q4_0, Q4_1 or Q8_0.");
+  m.def("quantize_reporting", &quantize_reporting, nb::arg("source"), nb::arg("format"),
+        nb::arg("team").none() = nb::none(),
+        "The same, with the largest magnitude and the largest error (root of the mean square of a "
+        "block) of what float16 scales can't hold: 0 if there is none, infinite if too large.");
 
   nb::class_<OwnedQuantizedWeight>(m, "QuantizedWeight",
                                    "A matrix of a few bits a value, as products read it.")

@@ -1,4 +1,4 @@
-// Which instruction sets this CPU runs, and which table of kernels is in use.
+// Which instruction sets this CPU runs, which table of kernels is in use, and how they are tuned.
 //
 // Compiled for the oldest CPU. The tables are constant data: naming one executes none of its code.
 #include <string.h>
@@ -64,6 +64,10 @@ int list_candidates(Candidate out[kMaxCandidates]) {
 std::atomic<const Kernels*> chosen{nullptr};
 
 }  // namespace
+
+Tuning tuning = kDefaultTuning;
+
+void set_tuning(const Tuning& wanted) { tuning = wanted; }
 
 int num_available_isas() {
   Candidate candidates[kMaxCandidates];

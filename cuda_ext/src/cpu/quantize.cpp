@@ -18,6 +18,9 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 constexpr uint16_t kHalfNaN = 0x7e00;
 constexpr float kLeastHalf = 0x1p-24f;
+// Of the largest number of a block, what is no loss. Normal float16 numbers are wrong by a 2^-11th
+// at most, which makes less of it than this; and 8 bits may be as bad as 4.
+constexpr float kTolerated4 = 0x1p-9f, kTolerated8 = 0x1p-6f;
 
 // To the nearest, ties to even; what is too large or not a number becomes NaN.
 uint16_t to_half(float x) {
@@ -39,6 +42,12 @@ float from_half(uint16_t half) {
   memcpy(&x, &shifted, sizeof(x));
   x *= 0x1p112f;
   return sign != 0 ? -x : x;
+}
+
+// With all of its digits.
+bool is_normal(uint16_t half) {
+  const int exponent = half & 0x7c00;
+  return exponent != 0 && exponent != 0x7c00;
 }
 
 void put_half(uint8_t* out, uint16_t half) { memcpy(out, &half, sizeof(half)); }
@@ -147,6 +156,16 @@ float error_of(const Block& x, const Levels& levels, float scale, float minimum)
   return sum(total);
 }
 
+// What a block lost by its scale and minimum being float16: its error (root of the mean square) if
+// that is much more than with float32, else 0. `error` is the sum of squares of what is written,
+// `ideal` with float32; `tolerated` is a share of the largest number.
+float lost_error(float error, float ideal, float largest, float tolerated) {
+  if (!(error <= std::numeric_limits<float>::max())) return std::numeric_limits<float>::infinity();
+  if (fabsf(largest) < kLeastHalf) return fabsf(largest);  // squares might vanish
+  const float found = sqrtf(error / kBlock);
+  return found > 2.0f * sqrtf(ideal / kBlock) + tolerated * fabsf(largest) ? found : 0.0f;
+}
+
 // --- Q4_0 ---------------------------------------------------------------------------------------
 
 // Where in the levels -8 to 7 the largest number of a block is put. (Of Gaussian numbers, the
@@ -182,7 +201,8 @@ void put_nibbles(const Block& x, const Levels& levels, float offset, uint8_t* ou
   }
 }
 
-void quantize_q4_0(const Block& x, uint8_t* out) {
+// Returns what is lost.
+float quantize_q4_0(const Block& x, uint8_t* out) {
   const float largest = extent_of(x).largest;
   const float found = fabsf(largest) < kLeastHalf ? 0.0f : find_scale(x, largest);
   uint16_t best = kHalfNaN;
@@ -197,6 +217,10 @@ void quantize_q4_0(const Block& x, uint8_t* out) {
   }
   put_half(out, best);
   put_nibbles(x, levels_of(from_half(best), 0.0f, -8.0f, 7.0f), 8.0f, out + 2);
+  if (is_normal(best)) return 0.0f;
+  const float plain = largest / -8.0f;
+  const float ideal = error_of(x, levels_of(plain, 0.0f, -8.0f, 7.0f), plain, 0.0f);
+  return lost_error(least_error, ideal, largest, kTolerated4);
 }
 
 // --- Q4_1 ---------------------------------------------------------------------------------------
@@ -242,7 +266,8 @@ struct HalfLine {
   Levels levels() const { return levels_of(value().scale, value().minimum, 0.0f, 15.0f); }
 };
 
-void quantize_q4_1(const Block& x, uint8_t* out) {
+// Returns what is lost.
+float quantize_q4_1(const Block& x, uint8_t* out) {
   const Extent extent = extent_of(x);
   const float mean = mean_of(x);
   Block centred;
@@ -265,6 +290,10 @@ void quantize_q4_1(const Block& x, uint8_t* out) {
   put_half(out, best.scale);
   put_half(out + 2, best.minimum);
   put_nibbles(x, best.levels(), 0.0f, out + 4);
+  if (is_normal(best.scale)) return 0.0f;
+  const auto [scale, minimum] = lines[0];
+  const float ideal = error_of(x, levels_of(scale, minimum, 0.0f, 15.0f), scale, minimum);
+  return lost_error(least_error, ideal, extent.largest, kTolerated4);
 }
 
 // --- 8 bits -------------------------------------------------------------------------------------
@@ -283,11 +312,18 @@ int round_away(float x) {
   return x < 0.0f ? -rounded : rounded;
 }
 
-void quantize_q8_0(const Block& x, uint8_t* out) {
-  const float scale = fabsf(extent_of(x).largest) / 127.0f, factor = factor_of(1.0f, scale);
-  put_half(out, to_half(scale));
+// Returns what is lost.
+float quantize_q8_0(const Block& x, uint8_t* out) {
+  const float largest = extent_of(x).largest;
+  const float scale = fabsf(largest) / 127.0f, factor = factor_of(1.0f, scale);
+  const uint16_t half = to_half(scale);
+  put_half(out, half);
   for (int i = 0; i < kBlock; ++i)
     out[2 + i] = static_cast<uint8_t>(round_away(x.part[i / 4][i % 4] * factor));
+  if (is_normal(half)) return 0.0f;
+  const Levels levels = levels_of(scale, 0.0f, -127.0f, 127.0f);
+  return lost_error(error_of(x, levels, from_half(half), 0.0f), error_of(x, levels, scale, 0.0f),
+                    largest, kTolerated8);
 }
 
 // action(values, index of the first, how many) for up to kBlock numbers of a row after another.
@@ -301,7 +337,7 @@ void each_piece(const void* x, Dtype dtype, int64_t depth, Action action) {
   }
 }
 
-void quantize_int8(const void* x, Dtype dtype, int64_t depth, uint8_t* out) {
+QuantizeReport quantize_int8(const void* x, Dtype dtype, int64_t depth, uint8_t* out) {
   float largest = 0.0f, zeros = 0.0f;
   each_piece(x, dtype, depth, [&](const float* values, int64_t, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
@@ -318,20 +354,22 @@ void quantize_int8(const void* x, Dtype dtype, int64_t depth, uint8_t* out) {
       out[4 + k + i] = static_cast<uint8_t>(
           finite ? static_cast<int>(round_even(values[i] * factor)) : 0);
   });
+  return {finite ? largest : 0.0f, 0.0f};
 }
 
-void quantize_block(WeightFormat format, const float* x, uint8_t* out) {
+QuantizeReport quantize_block(WeightFormat format, const float* x, uint8_t* out) {
   Block block;
   memcpy(&block, x, sizeof(block));
   if (!is_finite(block)) {  // NaNs for scale and minimum
     memset(out, 0, source_row_bytes(format, kBlock));
     put_half(out, kHalfNaN);
     if (format == WeightFormat::kQ4_1) put_half(out + 2, kHalfNaN);
-    return;
+    return {};
   }
-  if (format == WeightFormat::kQ4_0) return quantize_q4_0(block, out);
-  if (format == WeightFormat::kQ4_1) return quantize_q4_1(block, out);
-  quantize_q8_0(block, out);
+  const float largest = fabsf(extent_of(block).largest);
+  if (format == WeightFormat::kQ4_0) return {largest, quantize_q4_0(block, out)};
+  if (format == WeightFormat::kQ4_1) return {largest, quantize_q4_1(block, out)};
+  return {largest, quantize_q8_0(block, out)};
 }
 
 }  // namespace
@@ -341,13 +379,21 @@ bool can_quantize(WeightFormat format) {
          format == WeightFormat::kQ4_0 || format == WeightFormat::kQ4_1;
 }
 
-void quantize_row(WeightFormat format, const void* x, Dtype dtype, int64_t depth, void* out) {
+void QuantizeReport::add(const QuantizeReport& other) {
+  largest = std::max(largest, other.largest);
+  lost_error = std::max(lost_error, other.lost_error);
+}
+
+QuantizeReport quantize_row(WeightFormat format, const void* x, Dtype dtype, int64_t depth,
+                            void* out) {
   auto* bytes = static_cast<uint8_t*>(out);
   if (format == WeightFormat::kInt8) return quantize_int8(x, dtype, depth, bytes);
   const int64_t block_bytes = source_row_bytes(format, kBlock);
+  QuantizeReport report;
   each_piece(x, dtype, depth, [&](const float* values, int64_t k, int64_t) {
-    quantize_block(format, values, bytes + k / kBlock * block_bytes);
+    report.add(quantize_block(format, values, bytes + k / kBlock * block_bytes));
   });
+  return report;
 }
 
 }  // namespace streamkv

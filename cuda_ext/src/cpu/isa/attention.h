@@ -1,6 +1,6 @@
 // Paged attention: walks an item of the plan, partition by partition.
 //
-// Included by kernels.cpp alone. attention_tile.h computes one partition for some rows; while it
+// Included by attention.cpp alone. attention_tile.h computes one partition for some rows; while it
 // does, the next one is fetched, be it the next head's. All queries of a tile read a partition
 // once; many rows first widen it to float32 (of int8 the values alone).
 #pragma once

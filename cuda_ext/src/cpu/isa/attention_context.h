@@ -1,6 +1,6 @@
 // What an item of attention works on, and where the context lies that it reads.
 //
-// Included by kernels.cpp alone.
+// Included by attention.cpp alone.
 #pragma once
 
 #include "attention_tile.h"

@@ -1,6 +1,6 @@
 // Where the K and V of a partition lie, for arithmetic and for fetching ahead.
 //
-// Included by kernels.cpp alone.
+// Included by attention.cpp alone.
 #pragma once
 
 #include "store_kv.h"

@@ -1,6 +1,6 @@
 // Scores of some rows with one partition's keys, and the softmax weights that they become.
 //
-// Included by kernels.cpp alone. A score is a sum over head_dim in order, or an exact one of int8.
+// Included by attention.cpp alone. A score is a sum over head_dim in order, or an exact one of int8.
 #pragma once
 
 #include "attention_kv.h"

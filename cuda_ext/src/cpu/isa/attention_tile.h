@@ -1,6 +1,6 @@
 // Attention of up to 8 rows to one partition: the arithmetic that batch invariance rests on.
 //
-// Included by kernels.cpp alone. The context is cut into partitions of kPartition tokens from
+// Included by attention.cpp alone. The context is cut into partitions of kPartition tokens from
 // position 0. Each is computed on its own: scores are sums over head_dim in order, values sums over
 // tokens in order, one accumulator per output; then it is merged into the running softmax, left to
 // right. A masked score has weight exactly 0 and adding it changes no bit. So the result of a query

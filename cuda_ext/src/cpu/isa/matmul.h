@@ -6,22 +6,12 @@
 namespace {
 
 using streamkv::MatmulArgs;
+using streamkv::tuning;
 
 // Depths whose weights, widened, stay in the first-level cache while an item's tiles use them.
 constexpr int64_t kBlockDepth = 256;
 // Rows of x that stay in the second-level cache while the panels pass by.
-constexpr int64_t kMaxItemTiles = 10;
 constexpr int64_t kItemInputBytes = 5 << 18;
-// The weights that an item reads for one row, some microseconds of memory's time; fewer for more.
-constexpr int64_t kItemWeightBytes = 1 << 17;
-// How far ahead of its use a weight is fetched by a tile that has no others to share that with.
-constexpr int64_t kAheadBytes = 4096;
-
-#if defined(__AVX512BF16__)
-constexpr Dtype kBf16Inputs = Dtype::kBFloat16;
-#else
-constexpr Dtype kBf16Inputs = Dtype::kFloat32;
-#endif
 
 inline Dtype input_dtype(const PackedWeight& weight) {
   return weight.dtype == Dtype::kBFloat16 ? kBf16Inputs : Dtype::kFloat32;
@@ -37,13 +27,13 @@ inline MatmulCut cut_matmul(const MatmulArgs& args) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = weight.depth * element_bytes(input_dtype(weight));
   const int64_t near_tiles = kItemInputBytes / (row_bytes * kTileHeight);
-  const int64_t item_tiles = at_least(at_most(near_tiles, kMaxItemTiles), 1);
+  const int64_t item_tiles = at_least(at_most(near_tiles, tuning.floats.item_tiles), 1);
   MatmulCut cut;
   cut.unit = weight.is_paired ? 2 : 1;
   cut.num_units = num_panels(weight);
   cut.row_parts = divide_up(divide_up(args.num_rows, kTileHeight), item_tiles);
   const int64_t rows = divide_up(args.num_rows, cut.row_parts);
-  const int64_t units = kItemWeightBytes / (cut.unit * panel_bytes(weight) * rows);
+  const int64_t units = (tuning.floats.item_kib << 10) / (cut.unit * panel_bytes(weight) * rows);
   cut.unit_parts = divide_up(cut.num_units, at_least(units, 1));
   return cut;
 }
@@ -92,7 +82,7 @@ template <Read kRead>
 void sum_in_one_tile(const Strip& strip, int64_t panel, float* sums) {
   const Range rows = {0, strip.rows.size()}, pairs = {0, strip.args->weight.depth / 2};
   ProductTile tile = make_tile(strip, rows, pairs, panel, sums);
-  tile.ahead = tile.weights + kAheadBytes;
+  tile.ahead = tile.weights + tuning.floats.ahead_bytes;
   tile.ahead_step = kLineBytes;
   multiply<kRead, at_least(pair_bytes<kRead>() / kLineBytes, 1)>(rows.size(), tile);
 }

@@ -69,9 +69,9 @@ inline vfloat multiply_add(vfloat input, vfloat w, vfloat sum) {
 // action(where a sum is stored, the sum) for all sums of a tile.
 template <int kRows, class Action>
 inline void each_sum(float* stored, vfloat (&sums)[kRows][kPanelVectors], Action action) {
-  repeat<kRows>([&](auto r) {
-    repeat<kPanelVectors>([&](auto v) {
-      action(stored + r.value * kPanel + v.value * kWidth, sums[r.value][v.value]);
+  each<kRows>([&](int r) __attribute__((always_inline)) {
+    each<kPanelVectors>([&](int v) __attribute__((always_inline)) {
+      action(stored + r * kPanel + v * kWidth, sums[r][v]);
     });
   });
 }
@@ -91,31 +91,31 @@ void multiply_tile(const ProductTile& tile) {
   const int64_t x_stride = tile.x_stride, ahead_step = tile.ahead_step;
   const char *weights = tile.weights, *ahead = tile.ahead;
   const char* x[kPointers];
-  repeat<kPointers>([&](auto i) { x[i.value] = opaque(tile.x + 3 * i.value * x_stride); });
+  each<kPointers>([&](int i) { x[i] = opaque(tile.x + 3 * i * x_stride); });
   float* kept = tile.kept;
-  const auto add_depth = [&](auto odd) {
+  const auto add_depth = [&](auto odd) __attribute__((always_inline)) {
     vfloat w[kPanelVectors];
-    repeat<kPanelVectors>([&](auto v) {
-      constexpr int kAt = v.value * kWidth;
-      w[v.value] = load_weights<kRead, odd.value>(weights + kAt * 4, kept + kAt);
+    each<kPanelVectors>([&](int v) __attribute__((always_inline)) {
+      const int at = v * kWidth;
+      w[v] = load_weights<kRead, odd.value>(weights + at * 4, kept + at);
     });
-    repeat<kRows>([&](auto r) {
-      const char* row = x[r.value / 3] + r.value % 3 * x_stride;
+    each<kRows>([&](int r) __attribute__((always_inline)) {
+      const char* row = x[r / 3] + r % 3 * x_stride;
       const vfloat input = broadcast_input<kRead>(row + odd.value * 4);
-      repeat<kPanelVectors>([&](auto v) {
-        vfloat& sum = sums[r.value][v.value];
-        sum = multiply_add<kRead>(input, w[v.value], sum);
+      each<kPanelVectors>([&](int v) __attribute__((always_inline)) {
+        vfloat& sum = sums[r][v];
+        sum = multiply_add<kRead>(input, w[v], sum);
       });
     });
   };
   for (int64_t pair = 0; pair < tile.num_pairs; ++pair) {
-    repeat<kHints>([&](auto) {
+    each<kHints>([&](int) {
       prefetch(ahead);
       ahead += ahead_step;
     });
     add_depth(Number<0>{});
     if constexpr (kRead != Read::kWordsTimes) add_depth(Number<1>{});
-    repeat<kPointers>([&](auto i) { x[i.value] += kRead == Read::kWordsTimes ? 4 : 8; });
+    each<kPointers>([&](int i) { x[i] += kRead == Read::kWordsTimes ? 4 : 8; });
     weights += pair_bytes<kRead>();
     if constexpr (kRead == Read::kWordsKept) kept += 2 * kPanel;
   }

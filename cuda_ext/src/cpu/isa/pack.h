@@ -28,6 +28,12 @@ constexpr int kTileHeight = 6, kPanelVectors = 4;  // of 32
 #endif
 constexpr int64_t kPanel = kPanelVectors * kWidth;
 
+#if defined(__AVX512BF16__)
+constexpr Dtype kBf16Inputs = Dtype::kBFloat16;
+#else
+constexpr Dtype kBf16Inputs = Dtype::kFloat32;
+#endif
+
 inline int64_t element_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 inline int64_t panel_bytes(const PackedWeight& weight) {
@@ -40,7 +46,7 @@ inline int64_t num_panels(const PackedWeight& weight) {
   return divide_up(outputs, kPanel);
 }
 
-int64_t packed_bytes(const PackedWeight& weight) {
+inline int64_t packed_bytes(const PackedWeight& weight) {
   return num_panels(weight) * panel_bytes(weight) * (weight.is_paired ? 2 : 1);
 }
 
@@ -139,7 +145,7 @@ inline void pack_lane(const PackArgs& args, int64_t row, Lane lane) {
 }
 
 // Whole vectors where the rows cover them: other calls may be filling the lanes beside.
-void pack(const PackArgs& args) {
+inline void pack(const PackArgs& args) {
   const PackedWeight& weight = args.weight;
   const int64_t gates = weight.is_paired ? weight.num_outputs / 2 : weight.num_outputs;
   for (int64_t row = 0; row < args.num_rows;) {
@@ -167,7 +173,7 @@ inline void read_lane(Lane lane, Dtype dtype, int64_t depth, float* out) {
   }
 }
 
-void unpack(const PackedWeight& weight, int64_t first_output, int64_t num_rows, float* out) {
+inline void unpack(const PackedWeight& weight, int64_t first_output, int64_t num_rows, float* out) {
   for (int64_t row = 0; row < num_rows; ++row)
     read_lane(find_lane(weight, first_output + row), weight.dtype, weight.depth,
               out + row * weight.depth);

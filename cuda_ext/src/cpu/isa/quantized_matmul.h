@@ -9,14 +9,12 @@ namespace {
 
 using streamkv::QuantizedMatmulArgs;
 
-// The weights that an item reads for few rows, some microseconds of memory's time; fewer for more.
-constexpr int64_t kQuantizedItemBytes = 1 << 16;
+// Up to so many rows an item takes as many weights as for one; for more it takes fewer.
 constexpr int64_t kFewRows = 4;
+// Items that a thread has at least: one that comes late leaves something to the others.
+constexpr int64_t kMinLaneItems = 2;
 // Rows of an item end where tiles do; as many as stay in the second-level cache (matmul.h).
 constexpr int64_t kQuantizedHeight = dot_height(4);
-constexpr int64_t kQuantizedItemRows = kMaxItemTiles * kQuantizedHeight;
-// How far ahead of its use a weight is fetched by a tile that has no others to share that with.
-constexpr int64_t kQuantizedAhead = 8192;
 
 // Panels that are computed together: one, or one of the gates and one of the ups.
 inline int64_t num_units(const QuantizedWeight& weight) {
@@ -38,15 +36,19 @@ inline QuantizedCut cut_quantized_matmul(const QuantizedMatmulArgs& args) {
   const QuantizedWeight& weight = args.weight;
   const int64_t row_bytes = num_groups(weight.depth) * sizeof(InputGroup);
   const int64_t near_rows = at_least(kItemInputBytes / row_bytes, kQuantizedHeight);
+  const int64_t item_rows = at_most(near_rows, tuning.quantized.item_tiles * kQuantizedHeight);
   QuantizedCut cut;
   cut.num_units = num_units(weight);
-  cut.row_parts = divide_up(args.num_rows, at_most(near_rows, kQuantizedItemRows));
+  cut.row_parts = divide_up(args.num_rows, item_rows);
   const int64_t rows = divide_up(args.num_rows, cut.row_parts);
   const int64_t panel = quantized_panel_bytes(weight.parts[0].format, weight.depth);
   const int64_t unit = panel * (weight.is_paired ? 2 : 1) * at_least(rows / kFewRows, 1);
-  const int64_t parts = divide_up(cut.num_units, at_least(kQuantizedItemBytes / unit, 1));
-  cut.lanes = at_least(at_most(args.num_threads, parts / 2), 1);
-  cut.unit_parts = parts / cut.lanes * cut.lanes;
+  const int64_t item_units = at_least((tuning.quantized.item_kib << 10) / unit, 1);
+  const int64_t parts = divide_up(cut.num_units, item_units);
+  cut.lanes = at_least(at_most(args.num_threads, cut.num_units / kMinLaneItems), 1);
+  const int64_t lane_units = cut.num_units / cut.lanes;
+  const int64_t lane_items = at_least(divide_up(parts, cut.lanes), kMinLaneItems);
+  cut.unit_parts = at_most(lane_items, lane_units) * cut.lanes;
   return cut;
 }
 
@@ -90,19 +92,22 @@ inline SpreadGroups spread_packed(const QuantizedPart& part, int64_t depth, int6
 }
 
 // All rows of the strip times the same groups of a panel, in tiles.
-template <class Kind, int kHeight>
+template <class Kind, int kMaxHeight>
 inline void multiply_rows(const QuantizedStrip& strip, Range groups, QuantizedTile& tile,
                           float* sums) {
-  const int64_t tiles = divide_up(strip.rows.size(), kHeight);
+  const int64_t rows = strip.rows.size();
   tile.x_stride = num_groups(strip.args->weight.depth) * sizeof(InputGroup);
   tile.num_groups = groups.size();
-  for (int64_t t = 0; t < tiles; ++t) {
-    const Range rows = part_of(strip.rows.size(), tiles, t);
-    tile.x = (const char*)strip.args->x + (strip.rows.begin + rows.begin) * tile.x_stride +
+  for (int64_t row = 0; row < rows;) {
+    const int64_t height = first_height(rows - row, kMaxHeight), end = row + height;
+    tile.x = (const char*)strip.args->x + (strip.rows.begin + row) * tile.x_stride +
              groups.begin * sizeof(InputGroup);
-    tile.sums = sums + rows.begin * kQuantizedPanel;
-    tile.ahead_groups = part_of(tile.num_groups, tiles, t);
-    multiply_of<Kind, kHeight>(rows.size())(tile);
+    tile.sums = sums + row * kQuantizedPanel;
+    tile.ahead_groups = {groups.size() * row / rows, groups.size() * end / rows};
+    tile.next_x = end < rows ? height * tile.x_stride  // or the first one's, of the next groups
+                             : groups.size() * (int64_t)sizeof(InputGroup) - row * tile.x_stride;
+    multiply_of<Kind, kMaxHeight>(height)(tile);
+    row = end;
   }
 }
 
@@ -124,22 +129,25 @@ void sum_quantized_panel(const QuantizedStrip& strip, const QuantizedPart& part,
   using Packed = TileKind<scaling_of(kFormat), dot_bits(kBits), kPacked>;
   using Spread = TileKind<scaling_of(kFormat), dot_bits(kBits), Source::kSpread>;
   const int64_t depth = strip.args->weight.depth, all = num_groups(depth);
-  const bool is_one_tile = strip.rows.size() <= kHeight;
+  const int64_t rows = strip.rows.size();
+  const bool is_packed = kBits == 4 && rows <= kHeight;
+  const bool is_one_tile = rows <= kHeight;
   const int64_t blocks = divide_up(all, kSuperGroups);  // whole super-blocks where there are any
   for (int64_t block = 0; block < blocks; ++block) {
     const Range groups = part_of(all, blocks, block);
     QuantizedTile tile;
     tile.offset = byte_offset(kFormat);
     tile.is_first = block == 0;
-    if (is_one_tile && kBits == 4) {
+    if (is_packed) {
       tile.weights = spread_packed<kFormat>(part, depth, panel, groups, *strip.buffer);
-      tile.ahead = kQuantizedAhead;
+      tile.ahead = tuning.quantized.ahead_bytes;
       multiply_rows<Packed, kHeight>(strip, groups, tile, sums);
     } else {
       tile.weights = spread<kFormat>(part, depth, panel, groups.begin, groups.size(),
                                      *strip.buffer);
       const uint8_t* next = panel_data(part, depth, panel) + group_start(kFormat, groups.end);
-      tile.ahead = is_one_tile && kBits == 8 ? kQuantizedAhead : next - tile.weights.values;
+      tile.ahead = is_one_tile && kBits == 8 ? tuning.quantized.ahead_bytes
+                                            : next - tile.weights.values;
       multiply_rows<Spread, kHeight>(strip, groups, tile, sums);
     }
   }

@@ -44,6 +44,9 @@ constexpr int dot_height(int bits) {
 #endif
 }
 
+// Tiles as high as this fetch the next one's inputs: many rows lie in the second-level cache.
+constexpr int kRowsFetchInputs = 6;
+
 struct QuantizedTile {
   const char* x;         // row 0 at the first group
   int64_t x_stride;      // bytes
@@ -52,6 +55,7 @@ struct QuantizedTile {
   int32_t offset;        // of the bytes
   float* sums;           // [rows, kQuantizedPanel]
   bool is_first;         // sums begin at zero
+  int64_t next_x;        // bytes to the inputs of the next tile, to be fetched meanwhile
   int64_t ahead;         // bytes from weights that are read to those to be fetched meanwhile,
   Range ahead_groups;    // during these groups
 };
@@ -67,7 +71,7 @@ template <int kRows>
 class InputRows {
  public:
   explicit InputRows(const QuantizedTile& tile) : stride_(tile.x_stride) {
-    repeat<kPointers>([&](auto i) { x_[i.value] = opaque(tile.x + 3 * i.value * stride_); });
+    each<kPointers>([&](int i) { x_[i] = opaque(tile.x + 3 * i * stride_); });
   }
   const char* operator[](int row) const { return x_[row / 3] + row % 3 * stride_; }
   // The group that began so many bytes before.
@@ -75,7 +79,7 @@ class InputRows {
     return *(const InputGroup*)((*this)[row] - bytes);
   }
   void advance(int bytes) {
-    repeat<kPointers>([&](auto i) { x_[i.value] += bytes; });
+    each<kPointers>([&](int i) { x_[i] += bytes; });
   }
 
  private:
@@ -96,8 +100,8 @@ using SliceOf = V[kRows][kSliceVectors];
 // action(row, vector) for each of them.
 template <int kRows, class Action>
 __attribute__((always_inline)) inline void each_output(Action action) {
-  repeat<kRows * kSliceVectors>([&](auto i) {
-    action(Number<i.value / kSliceVectors>{}, Number<i.value % kSliceVectors>{});
+  each<kRows * kSliceVectors>([&](int i) __attribute__((always_inline)) {
+    action(i / kSliceVectors, i % kSliceVectors);
   });
 }
 
@@ -109,18 +113,18 @@ template <class Kind>
 __attribute__((always_inline)) inline void load_quads(const uint8_t* values, int64_t ahead,
                                                       TwoQuads<Kind>& out) {
   using ByteDot = typename Kind::ByteDot;
-  repeat<kSliceVectors>([&](auto v) {
-    const uint8_t* at = values + v.value * sizeof(vuint);
-    constexpr bool kIsNewLine = v.value * sizeof(vuint) % 64 == 0;
+  each<kSliceVectors>([&](int v) __attribute__((always_inline)) {
+    const uint8_t* at = values + v * sizeof(vuint);
+    const bool kIsNewLine = v * sizeof(vuint) % 64 == 0;
     if (kIsNewLine) prefetch(at + ahead);
     const vuint first = load_words(at);
     if constexpr (Kind::kIsPacked) {
-      out[v.value][0] = ByteDot::prepare(first & 0x0f0f0f0fu);
-      out[v.value][1] = ByteDot::prepare(shift_bytes<-4>(first) & 0x0f0f0f0fu);
+      out[v][0] = ByteDot::prepare(first & 0x0f0f0f0fu);
+      out[v][1] = ByteDot::prepare(shift_bytes<-4>(first) & 0x0f0f0f0fu);
     } else {
       if (kIsNewLine) prefetch(at + ahead + kQuadBytes);
-      out[v.value][0] = ByteDot::prepare(first);
-      out[v.value][1] = ByteDot::prepare(load_words(at + kQuadBytes));
+      out[v][0] = ByteDot::prepare(first);
+      out[v][1] = ByteDot::prepare(load_words(at + kQuadBytes));
     }
   });
 }
@@ -131,14 +135,14 @@ __attribute__((always_inline)) inline void add_quads(const InputRows<kRows>& x,
                                                      SliceOf<vint, kRows>& sums) {
   using ByteDot = typename Kind::ByteDot;
   constexpr int kRun = ByteDot::kRun;
-  repeat<2 / kRun>([&](auto run) __attribute__((always_inline)) {
-    repeat<kRows>([&](auto r) __attribute__((always_inline)) {
+  each<2 / kRun>([&](int run) __attribute__((always_inline)) {
+    each<kRows>([&](int r) __attribute__((always_inline)) {
       vuint inputs[2];
       for (int i = 0; i < kRun; ++i)
-        inputs[i] = load_quad(x[r.value] + 4 * (run.value * kRun + i));
+        inputs[i] = load_quad(x[r] + 4 * (run * kRun + i));
       for (int v = 0; v < kSliceVectors; ++v) {
-        vint& sum = sums[r.value][v];
-        sum = ByteDot::add(sum, weights[v] + run.value * kRun, inputs);
+        vint& sum = sums[r][v];
+        sum = ByteDot::add(sum, weights[v] + run * kRun, inputs);
       }
     });
   });
@@ -180,23 +184,20 @@ struct Totals {
   vfloat kept[kIsKept ? kRows : 1][kSliceVectors];
 
   Totals(float* stored, bool is_first) : at(stored) {
-    each_output<kRows>([&](auto r, auto v) {
+    each_output<kRows>([&](int r, int v) __attribute__((always_inline)) {
       if (is_first) set(r, v, vfloat{});
       else if (kIsKept) set(r, v, load(place(r, v)));
     });
   }
-  template <class R, class V>
-  float* place(R r, V v) const {
-    return at + r.value * kQuantizedPanel + v.value * kWidth;
+  float* place(int r, int v) const {
+    return at + r * kQuantizedPanel + v * kWidth;
   }
-  template <class R, class V>
-  vfloat get(R r, V v) const {
-    if constexpr (kIsKept) return kept[r.value][v.value];
+  vfloat get(int r, int v) const {
+    if constexpr (kIsKept) return kept[r][v];
     else return load(place(r, v));
   }
-  template <class R, class V>
-  void set(R r, V v, vfloat x) {
-    if constexpr (kIsKept) kept[r.value][v.value] = x;
+  void set(int r, int v, vfloat x) {
+    if constexpr (kIsKept) kept[r][v] = x;
     else store(place(r, v), x);
   }
   void next_group() {
@@ -204,7 +205,7 @@ struct Totals {
   }
   void end() {
     if constexpr (kIsKept)
-      each_output<kRows>([&](auto r, auto v) { store(place(r, v), kept[r.value][v.value]); });
+      each_output<kRows>([&](int r, int v) { store(place(r, v), kept[r][v]); });
   }
 };
 
@@ -235,14 +236,14 @@ struct SliceScales {
   vfloat scales[kSliceVectors], minima[kSliceVectors];
 
   SliceScales(const SliceWeights& from, int64_t ahead) {
-    repeat<kSliceVectors>([&](auto v) {
-      constexpr int kAt = v.value * kWidth;
+    each<kSliceVectors>([&](int v) __attribute__((always_inline)) {
+      const int kAt = v * kWidth;
       if constexpr (Kind::kHasHalves) {
-        scales[v.value] = load(from.halves + kAt);
-        if (kHasMinima) minima[v.value] = load(from.halves + kQuantizedPanel + kAt);
+        scales[v] = load(from.halves + kAt);
+        if (kHasMinima) minima[v] = load(from.halves + kQuantizedPanel + kAt);
       } else {
-        if (kHasScales) scales[v.value] = load(from.scales + kAt);
-        if (kHasMinima) minima[v.value] = load(from.minima + kAt);
+        if (kHasScales) scales[v] = load(from.scales + kAt);
+        if (kHasMinima) minima[v] = load(from.minima + kAt);
       }
     });
     if (Kind::kHasHalves) prefetch((const uint8_t*)from.halves + ahead);
@@ -263,8 +264,7 @@ __attribute__((always_inline)) inline void multiply_part(const QuantizedTile& ti
     return start_of<Kind, kHalf>(tile, x.group(r, kHalf * kDepths + done), half_sums[r]);
   };
   SliceOf<vint, kRows> sums;
-  each_output<kRows>(
-      [&](auto r, auto v) { sums[r.value][v.value] = ByteDot::begin(start(r.value, 0)); });
+  each_output<kRows>([&](int r, int v) { sums[r][v] = ByteDot::begin(start(r, 0)); });
   for (int depth = 0; depth < kDepths; depth += 8) {
     TwoQuads<Kind> quads;
     load_quads<Kind>(weights.values, ahead, quads);
@@ -273,13 +273,13 @@ __attribute__((always_inline)) inline void multiply_part(const QuantizedTile& ti
     weights.values += Kind::kIsPacked ? kQuadBytes : 2 * kQuadBytes;
   }
   const SliceScales<Kind> of(weights, ahead);
-  each_output<kRows>([&](auto r, auto v) __attribute__((always_inline)) {
-    const InputGroup& input = x.group(r.value, (kHalf + 1) * kDepths);
-    const vint sum = ByteDot::end(sums[r.value][v.value], start(r.value, kDepths));
+  each_output<kRows>([&](int r, int v) __attribute__((always_inline)) {
+    const InputGroup& input = x.group(r, (kHalf + 1) * kDepths);
+    const vint sum = ByteDot::end(sums[r][v], start(r, kDepths));
     vfloat scale = broadcast(input.scale);
-    if (of.kHasScales) scale *= of.scales[v.value];
+    if (of.kHasScales) scale *= of.scales[v];
     vfloat total = fma(__builtin_convertvector(sum, vfloat), scale, totals.get(r, v));
-    if (of.kHasMinima) total = fma(of.minima[v.value], broadcast(input.scaled_sum), total);
+    if (of.kHasMinima) total = fma(of.minima[v], broadcast(input.scaled_sum), total);
     totals.set(r, v, total);
   });
   weights.scales += kQuantizedPanel;
@@ -305,6 +305,8 @@ __attribute__((always_inline)) inline void multiply_slice(const QuantizedTile& t
     weights.values += from.stride - kValueBytes;
     weights.minima += kQuantizedPanel;
     weights.halves = (const half*)((const uint8_t*)weights.halves + from.stride);
+    if (kRows >= kRowsFetchInputs && slice == 0)
+      each<kRows>([&](int r) { prefetch(x[r] + tile.next_x); });
     x.advance(sizeof(InputGroup) - kGroupDepth);
     totals.next_group();
   }
@@ -319,14 +321,21 @@ void multiply_groups(const QuantizedTile& tile) {
     multiply_slice<Kind, kRows>(tile, half_sums, slice);
 }
 
-// The function for so many rows, from 1 to kMaxRows.
+// How high the first of the tiles for so many rows is: as high as there are, and where two do, both
+// much alike. The lower a tile, the more often weights are loaded for each product.
+inline int64_t first_height(int64_t rows, int64_t max_height) {
+  if (rows <= max_height) return rows;
+  return rows <= 2 * max_height ? divide_up(rows, 2) : max_height;
+}
+
+// The function for tiles of such a height, from 1 to kMaxHeight.
 using MultiplyGroups = void (*)(const QuantizedTile&);
-template <class Kind, int kMaxRows>
-inline MultiplyGroups multiply_of(int64_t rows) {
-  if constexpr (kMaxRows > 1) {
-    if (rows < kMaxRows) return multiply_of<Kind, kMaxRows - 1>(rows);
+template <class Kind, int kMaxHeight>
+inline MultiplyGroups multiply_of(int64_t height) {
+  if constexpr (kMaxHeight > 1) {
+    if (height < kMaxHeight) return multiply_of<Kind, kMaxHeight - 1>(height);
   }
-  return multiply_groups<Kind, kMaxRows>;
+  return multiply_groups<Kind, kMaxHeight>;
 }
 
 }  // namespace

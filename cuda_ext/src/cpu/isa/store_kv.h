@@ -1,4 +1,4 @@
-// How K and V lie in a block, and putting them there. Included by kernels.cpp alone.
+// How K and V lie in a block, and putting them there.
 //
 // Of one KV head in one block: values are [block_size, head_dim]. Keys are transposed, so that the
 // scores of neighbouring tokens are the lanes of a vector: [words, block_size] words of 32 bits, a
@@ -203,7 +203,7 @@ inline int64_t next_column(const StoreKvArgs& args, int64_t token) {
   return token < args.num_tokens ? token : args.num_tokens;
 }
 
-int64_t store_kv_num_items(const StoreKvArgs& args, int) {
+inline int64_t store_kv_num_items(const StoreKvArgs& args, int) {
   return divide_up(args.num_tokens, tokens_per_item(args));
 }
 
@@ -223,7 +223,7 @@ void store_tokens(const StoreKvArgs& args, int64_t first, int64_t end) {
   }
 }
 
-void store_kv_run(const StoreKvArgs& args, int64_t item, void*) {
+inline void store_kv_run(const StoreKvArgs& args, int64_t item, void*) {
   const int64_t tokens = tokens_per_item(args);
   const int64_t first = next_column(args, item * tokens);
   const int64_t end = next_column(args, at_most((item + 1) * tokens, args.num_tokens));

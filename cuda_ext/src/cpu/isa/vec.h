@@ -1,16 +1,18 @@
 // Vectors of the instruction set this file is compiled for: the place for intrinsics. (Besides,
 // sampling.h has two helpers of its own that need them, and peaks.h measures one instruction.)
 //
-// Included by kernels.cpp alone. Everything is in an anonymous namespace and nothing is a static
-// vector, so no code compiled here can end up in a function that runs on an older CPU. Multiply-add
-// is explicit (`fma`): the build turns contraction off, so each expression has one rounding
-// wherever the compiler puts it, which batch invariance rests on. bf16 is widened and rounded by
-// integer arithmetic, not by AVX512_BF16, whose conversion flushes denormals; a word is a pair of
-// bf16, the even element in its low half.
+// Included by this folder's files alone. Everything is in an anonymous namespace and nothing is a
+// static vector, so no code compiled here can end up in a function that runs on an older CPU.
+// Multiply-add is explicit (`fma`): the build turns contraction off, so each expression has one
+// rounding wherever the compiler puts it, which batch invariance rests on. bf16 is widened and
+// rounded by integer arithmetic, not by AVX512_BF16, whose conversion flushes denormals; a word is
+// a pair of bf16, the even element in its low half.
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
+
+#include <utility>
 
 #if defined(__SSE4_1__)
 #include <immintrin.h>
@@ -41,12 +43,23 @@ struct Number {
 
 // action(Number<0>{}), ... Loops over registers are written so: unrolled by the compiler alone, the
 // registers would take a way over the stack.
+template <class Action, int... kIndex>
+__attribute__((always_inline)) inline void repeat(Action action,
+                                                  std::integer_sequence<int, kIndex...>) {
+  (action(Number<kIndex>{}), ...);
+}
+
 template <int kCount, class Action>
 __attribute__((always_inline)) inline void repeat(Action action) {
-  if constexpr (kCount > 0) {
-    repeat<kCount - 1>(action);
-    action(Number<kCount - 1>{});
-  }
+  repeat(action, std::make_integer_sequence<int, kCount>{});
+}
+
+// The same with a loop that is unrolled early enough for what it indexes to stay in registers: a
+// fraction of the time to compile, for actions that need no constant.
+template <int kCount, class Action>
+__attribute__((always_inline)) inline void each(Action action) {
+#pragma GCC unroll 32
+  for (int i = 0; i < kCount; ++i) action(i);
 }
 
 struct bf16 {
