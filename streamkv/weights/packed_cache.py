@@ -79,7 +79,7 @@ class PackedFile:
         """Fill the buffers; if False, what is in them is of no use. What is more than `max_bytes`
         of the folder is deleted first, this file last."""
         try:
-            shrink(self._folder, max_bytes, last=self._path)
+            _shrink(self._folder, max_bytes, last=self._path)
             # A pipe must not be waited for: it is found to have no bytes.
             fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -230,22 +230,20 @@ class _Check:
         return int.from_bytes(self._digest.digest(), "little")
 
 
-def shrink(folder: Path, max_bytes: int, last: Path | None = None) -> None:
+def _shrink(folder: Path, max_bytes: int, last: Path) -> None:
     """Delete what was used longest ago, `last` after all others, until the folder has at most
-    `max_bytes`. OSError."""
+    `max_bytes`. FileNotFoundError without a folder."""
     try:
-        last_bytes = last.stat().st_size if last else 0
+        last_bytes = last.stat().st_size
     except FileNotFoundError:
         last_bytes = 0
-    if last and last_bytes > max_bytes:
-        with contextlib.suppress(IsADirectoryError, PermissionError):
-            last.unlink(missing_ok=True)
+    if last_bytes > max_bytes:
+        last.unlink()
         last_bytes = 0
-    if folder.is_dir():
-        _delete_oldest(folder, max_bytes - last_bytes, last)
+    _delete_oldest(folder, max_bytes - last_bytes, last)
 
 
-def _delete_oldest(folder: Path, max_bytes: int, other: Path | None) -> None:
+def _delete_oldest(folder: Path, max_bytes: int, other: Path) -> None:
     """Until all files but `other` take at most `max_bytes`."""
     left_bytes = max_bytes
     for path, stat in _newest_first(folder):
