@@ -10,6 +10,7 @@ Invariant: a step never raises, and after a failed one the rows are as the next 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -34,7 +35,7 @@ Progress = Callable[[str, float], None]
 Parts = TypeVar("Parts")
 
 
-class _Runner(Generic[Parts]):
+class _Runner(ABC, Generic[Parts]):
     """What both share: loading, dropping, and that a step without a model is an error. `Parts` is
     what one builds of a loaded model and drops as one.
 
@@ -80,13 +81,13 @@ class _Runner(Generic[Parts]):
         self._parts = None
         self._share.release()
 
+    @abstractmethod
     def _build(self, loaded: CpuModel) -> tuple[Parts, NDArray[np.float32]]:
         """And the logits of one token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _run(self, parts: Parts, step: StepInput) -> bytes:
         """The encoded output."""
-        raise NotImplementedError
 
 
 class _Program(NamedTuple):

@@ -19,4 +19,11 @@ inline Range part_of(int64_t n, int64_t parts, int64_t part) {
   return {n * part / parts, n * (part + 1) / parts};
 }
 
+// The same of rows, cut where a tile ends.
+inline Range tiled_part_of(int64_t rows, int64_t tile_height, int64_t parts, int64_t part) {
+  const int64_t tiles = divide_up(rows, tile_height);
+  const Range range = part_of(tiles, parts, part);
+  return {rows * range.begin / tiles, rows * range.end / tiles};
+}
+
 }  // namespace

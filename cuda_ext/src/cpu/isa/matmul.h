@@ -38,11 +38,8 @@ inline MatmulCut cut_matmul(const MatmulArgs& args) {
   return cut;
 }
 
-// An item's rows, cut where a tile ends.
 inline Range rows_of(const MatmulArgs& args, const MatmulCut& cut, int64_t item) {
-  const int64_t tiles = divide_up(args.num_rows, kTileHeight);
-  const Range part = part_of(tiles, cut.row_parts, item / cut.unit_parts);
-  return {args.num_rows * part.begin / tiles, args.num_rows * part.end / tiles};
+  return tiled_part_of(args.num_rows, kTileHeight, cut.row_parts, item / cut.unit_parts);
 }
 
 int64_t matmul_num_items(const MatmulArgs& args, int) {

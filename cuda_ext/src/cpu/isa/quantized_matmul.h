@@ -53,9 +53,7 @@ inline QuantizedCut cut_quantized_matmul(const QuantizedMatmulArgs& args) {
 }
 
 inline Range rows_of(const QuantizedMatmulArgs& args, const QuantizedCut& cut, int64_t item) {
-  const int64_t tiles = divide_up(args.num_rows, kQuantizedHeight);
-  const Range part = part_of(tiles, cut.row_parts, item / cut.unit_parts);
-  return {args.num_rows * part.begin / tiles, args.num_rows * part.end / tiles};
+  return tiled_part_of(args.num_rows, kQuantizedHeight, cut.row_parts, item / cut.unit_parts);
 }
 
 inline Range units_of(const QuantizedCut& cut, int64_t item) {
@@ -77,19 +75,6 @@ struct QuantizedStrip {
   SpreadBuffer* buffer;
   float* sums;  // [unit, rows, kQuantizedPanel]
 };
-
-// Groups whose values of 4 bits stay where they are; the scales of K formats alone are spread.
-template <WeightFormat kFormat>
-inline SpreadGroups spread_packed(const QuantizedPart& part, int64_t depth, int64_t panel,
-                                  Range groups, SpreadBuffer& to) {
-  constexpr int64_t kScaleBytes = is_super(kFormat) ? 2 * kQuantizedPanel : 0;  // before values
-  const uint8_t* begin = panel_data(part, depth, panel);
-  const uint8_t* super = begin + super_start(kFormat, groups.begin / kSuperGroups);
-  const uint8_t* from = begin + group_start(kFormat, groups.begin);
-  for (int64_t i = 0; is_super(kFormat) && i < groups.size(); ++i)
-    spread_scales<kFormat>(from + i * group_bytes(kFormat), super, i, to);
-  return {from + kScaleBytes, group_bytes(kFormat), to.scales, to.minima};
-}
 
 // All rows of the strip times the same groups of a panel, in tiles.
 template <class Kind, int kMaxHeight>
@@ -130,7 +115,6 @@ void sum_quantized_panel(const QuantizedStrip& strip, const QuantizedPart& part,
   using Spread = TileKind<scaling_of(kFormat), dot_bits(kBits), Source::kSpread>;
   const int64_t depth = strip.args->weight.depth, all = num_groups(depth);
   const int64_t rows = strip.rows.size();
-  const bool is_packed = kBits == 4 && rows <= kHeight;
   const bool is_one_tile = rows <= kHeight;
   const int64_t blocks = divide_up(all, kSuperGroups);  // whole super-blocks where there are any
   for (int64_t block = 0; block < blocks; ++block) {
@@ -138,8 +122,9 @@ void sum_quantized_panel(const QuantizedStrip& strip, const QuantizedPart& part,
     QuantizedTile tile;
     tile.offset = byte_offset(kFormat);
     tile.is_first = block == 0;
-    if (is_packed) {
-      tile.weights = spread_packed<kFormat>(part, depth, panel, groups, *strip.buffer);
+    if (is_one_tile && kBits == 4) {
+      tile.weights = spread_packed<kFormat>(part, depth, panel, groups.begin, groups.size(),
+                                            *strip.buffer);
       tile.ahead = tuning.quantized.ahead_bytes;
       multiply_rows<Packed, kHeight>(strip, groups, tile, sums);
     } else {

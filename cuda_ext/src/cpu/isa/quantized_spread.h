@@ -91,13 +91,11 @@ inline void spread_scales(const uint8_t* at, const uint8_t* super, int64_t index
   }
 }
 
-// Groups [first_group, + count) of a panel: at most kSuperGroups, all in one super-block. kPacked:
-// of 4 bits, whose values stay as they lie in the weight.
-template <WeightFormat kFormat, bool kPacked = false>
+// Groups [first_group, + count) of a panel: at most kSuperGroups, all in one super-block.
+template <WeightFormat kFormat>
 SpreadGroups spread(const QuantizedPart& part, int64_t depth, int64_t panel, int64_t first_group,
                     int64_t count, SpreadBuffer& to) {
-  static_assert(!kPacked || value_bits(kFormat) == 4);
-  constexpr bool kStays = kPacked || value_bits(kFormat) == 8;
+  constexpr bool kStays = value_bits(kFormat) == 8;
   const uint8_t* begin = panel_data(part, depth, panel);
   const uint8_t* super = begin + super_start(kFormat, first_group / kSuperGroups);
   const uint8_t* from = begin + group_start(kFormat, first_group);
@@ -110,6 +108,18 @@ SpreadGroups spread(const QuantizedPart& part, int64_t depth, int64_t panel, int
   return {kStays ? values : to.values, kStays ? group_bytes(kFormat) : kGroupBytes,
           kFormat == WeightFormat::kInt8 ? nullptr : to.scales,
           has_minima(kFormat) ? to.minima : nullptr};
+}
+
+// The same where values of 4 bits stay in the weight, and scales too unless they are bytes.
+template <WeightFormat kFormat>
+SpreadGroups spread_packed(const QuantizedPart& part, int64_t depth, int64_t panel,
+                           int64_t first_group, int64_t count, SpreadBuffer& to) {
+  const uint8_t* begin = panel_data(part, depth, panel);
+  const uint8_t* super = begin + super_start(kFormat, first_group / kSuperGroups);
+  const uint8_t* from = begin + group_start(kFormat, first_group);
+  for (int64_t i = 0; is_super(kFormat) && i < count; ++i)
+    spread_scales<kFormat>(from + i * group_bytes(kFormat), super, i, to);
+  return {from + values_start(kFormat), group_bytes(kFormat), to.scales, to.minima};
 }
 
 }  // namespace
