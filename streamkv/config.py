@@ -21,8 +21,34 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model and how to run it."""
 
     model: Annotated[
-        str, Meta(description="alias, folder in Hugging Face format, or .gguf file")
+        str,
+        Meta(
+            description="alias, folder in Hugging Face format, .gguf file, or hub id "
+            "(org/name, org/name:Q4_K_M for one of its .gguf files)"
+        ),
     ] = DEFAULT_MODEL
+    tokenizer: Annotated[
+        str, Meta(description="folder or hub id to take the tokenizer from (default: the model's)")
+    ] = ""
+    revision: Annotated[
+        str, Meta(description="branch, tag or commit of a hub repository (default: main)")
+    ] = ""
+    download_dir: Annotated[
+        str, Meta(description="folder for downloads from the hub (default: huggingface_hub's)")
+    ] = ""
+    chat_template: Annotated[
+        str, Meta(description="file with the Jinja template to use instead of the checkpoint's")
+    ] = ""
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        Meta(
+            description="where requests' defaults come from: auto is the checkpoint's "
+            "generation_config, vllm the API's own alone"
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, Meta(description="taken for compatibility: no code of a checkpoint is ever run")
+    ] = False
     served_model_name: Annotated[
         str, Meta(description="model id in the API (default: the string given as model)")
     ] = ""
@@ -63,6 +89,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="share of available memory that the KV cache may take")
     ] = 0.9
+    swap_space: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1 << 20,
+            description="GiB of host memory that preempted sequences may be moved to; nothing is "
+            "moved yet, they are computed again",
+        ),
+    ] = 0.0
     num_gpu_blocks_override: Annotated[
         int, Meta(ge=0, description="KV blocks, whatever the memory (0: planned)")
     ] = 0
@@ -76,6 +111,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "native", "reference"],
         Meta(description="kernels: the C++ extension or plain torch; auto is native on a CPU"),
     ] = "auto"
+    seed: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=2**63 - 1,
+            description="of the seeds that requests without one get (-1: others at each start)",
+        ),
+    ] = -1
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, description="devices that share each layer; only 1 so far")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(ge=1, description="devices that share the layers out; only 1 so far")
+    ] = 1
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="CPU threads that compute (0: one a physical core)")
     ] = 0

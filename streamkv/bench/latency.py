@@ -14,6 +14,6 @@ def bench_latency(engine_config: EngineConfig, options: LatencyConfig) -> int:
         engine_config,
         loads_of(options),
         num_rounds=options.rounds,
-        seed=options.seed,
+        seed=options.prompt_seed,
         shown=LATENCY,
     )

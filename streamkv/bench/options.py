@@ -31,7 +31,7 @@ class LoadConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     requests_per_stream: Annotated[Length, Meta(description="in a round")] = 2
     rounds: Annotated[Length, Meta(description="medians are taken over rounds")] = 3
-    seed: Annotated[int, Meta(ge=0, description="of the prompts (0: new in each run)")] = 0
+    prompt_seed: Annotated[int, Meta(ge=0, description="of the prompts (0: new in each run)")] = 0
 
     def __post_init__(self) -> None:
         if self.shared_prefix_len >= min(self.input_len):

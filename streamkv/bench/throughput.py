@@ -28,6 +28,6 @@ def bench_throughput(engine_config: EngineConfig, options: LoadConfig) -> int:
         engine_config,
         loads_of(options),
         num_rounds=options.rounds,
-        seed=options.seed,
+        seed=options.prompt_seed,
         shown=THROUGHPUT,
     )

@@ -24,6 +24,7 @@ VOCABULARY = (
     "rms_norm",
     "linear",
     "linear_silu_mul",
+    "head_rms_norm",
     "rotary",
     "store_kv",
     "paged_attention",
@@ -113,6 +114,17 @@ class Ops(Protocol):
         self, x: Handle, weight: Parameter, bias: Parameter | None = None
     ) -> Handle:
         """Inputs [T, K] -> inputs [T, N / 2]: silu(gate) * up, the halves of a paired product."""
+
+    def head_rms_norm(
+        self,
+        qkv: Handle,
+        q_weight: Parameter,
+        k_weight: Parameter,
+        eps: float,
+        shape: AttentionShape,
+    ) -> Handle:
+        """[T, qkv_width] -> same: `rms_norm` of each Q head by q_weight and of each K head by
+        k_weight, both [head_dim]; V as it was."""
 
     def rotary(self, qkv: Handle, positions: Handle, rope: Rope, shape: AttentionShape) -> Handle:
         """[T, qkv_width] -> same: rotates the Q and K heads, V as it was."""

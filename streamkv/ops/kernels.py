@@ -48,6 +48,10 @@ class KernelTable:
     linear_silu_mul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x D [T, K], weight D [2 * I, K], bias D [2 * I] or None) -> D [T, I]"""
 
+    head_rms_norm: Callable[[Tensor, Tensor, Tensor, float, AttentionShape], Tensor]
+    """(qkv float32 [T, W], q_weight D [head_dim], k_weight D [head_dim], eps, shape)
+    -> float32 [T, W]"""
+
     rotary: Callable[[Tensor, Tensor, Tensor, AttentionShape], Tensor]
     """(qkv float32 [T, W], positions [T], cos_sin float32 [max_positions, head_dim], shape)
     -> float32 [T, W]. A row of cos_sin is head_dim / 2 cosines, then as many sines."""

