@@ -6,10 +6,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What tests compare with. Where there is a GPU it also computes; a CPU needs none.
 TORCH := torch==2.13.0
+GPU := $(wildcard /dev/nvidiactl)
 NATIVE := $(shell find cuda_ext -type f) pyproject.toml
 
-.PHONY: serve test lint unit gpu-check selftest arm-check wheel clean
+.PHONY: serve test lint unit gpu-check selftest arm-check wheel docs clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/streamkv serve $(ARGS)
@@ -20,6 +22,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
@@ -43,18 +46,20 @@ arm-check:
 	@env -u MAKEFLAGS -u MAKELEVEL cmake --build build/arm --parallel $$(nproc)
 	@qemu-aarch64-static -L /usr/aarch64-linux-gnu build/arm/streamkv_selftest $(ARGS)
 
+# docs/flags.md, from the fields of streamkv/config.py.
+docs: $(VENV)/.installed
+	@$(BIN)/python -m streamkv.flags_page > docs/flags.md
+
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamkv needs Python 3.11 or newer: make PYTHON=python3.12 serve")'
-	@echo "installing $(TORCH) into $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 
 $(VENV)/.installed: $(VENV)/bin/python $(NATIVE)
 	@echo "building streamkv (about a minute)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(if $(GPU),"$(TORCH)")
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

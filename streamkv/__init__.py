@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import EngineConfig, ServerConfig
     from .engine.async_engine import AsyncEngine
+    from .engine.llm import LLM
+    from .engine.request_output import CompletionOutput, Logprob, RequestOutput
     from .engine.stream import TokenDelta, TokenStream
     from .protocol import FinishReason, SamplingParams
 
@@ -18,8 +20,12 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "AsyncEngine": "engine.async_engine",
+    "CompletionOutput": "engine.request_output",
     "EngineConfig": "config",
     "FinishReason": "protocol",
+    "LLM": "engine.llm",
+    "Logprob": "engine.request_output",
+    "RequestOutput": "engine.request_output",
     "SamplingParams": "protocol",
     "ServerConfig": "config",
     "TokenDelta": "engine.stream",
@@ -27,9 +33,13 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "LLM",
     "AsyncEngine",
+    "CompletionOutput",
     "EngineConfig",
     "FinishReason",
+    "Logprob",
+    "RequestOutput",
     "SamplingParams",
     "ServerConfig",
     "TokenDelta",

@@ -1,21 +1,17 @@
-"""The `streamkv` command: parses flags, builds everything, runs it. The one composition root.
+"""The `streamkv` command line: parses it, calls the command, says its errors.
 
-Heavy packages (torch, transformers) are imported by what a command builds, never here, so that
-`--help` answers at once. Errors meant for people are one line on stderr and exit code 1; wrong
-usage is exit code 2.
+What a command does stands in its own file and is imported when it is called, so that `--help`
+answers at once. Errors meant for people are one line on stderr and exit code 1; wrong usage is
+exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import gc
-import logging
 import os
-import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -27,36 +23,31 @@ from .bench.options import (
     LoadConfig,
     StartupConfig,
 )
+from .commands.options import PULL_FLAGS, ChatConfig, GenerateConfig
+from .commands.terminal import pipe_closed
 from .config import DEFAULT_MODEL, EngineConfig, ServerConfig
-from .errors import ConfigError, EngineDeadError, StreamkvError
+from .config_file import ConfigFile, read_config_file
+from .errors import ConfigError, StreamkvError, one_line
 from .eval.options import ENGINE_FLAGS, EvalConfig
-from .flags import add_flags, build_config
+from .fields import fields_of
+from .flags import Operand, add_flags, add_hidden_flags, build_config, with_dashes
+from .vllm_options import OPTIONS as VLLM_OPTIONS
+from .vllm_options import SHORT as VLLM_SHORT
+from .vllm_options import check as check_vllm_options
 
-if TYPE_CHECKING:
-    from .engine.async_engine import AsyncEngine
-    from .server.serving import Server
+Options = TypeVar("Options", bound=msgspec.Struct)
 
-# For --ops reference: torch's OpenMP threads spin for milliseconds after a matrix product. Where
-# others want the same cores that halves the speed; a few microseconds cost little elsewhere.
-OPENMP_SPINS = "4000"
-TRAILING_MODEL = "trailing_model"  # MODEL where a flag's list of numbers came before it
-LAST_LINE = "its last line is a JSON document"
-BENCHMARKS: Mapping[str, tuple[type[msgspec.Struct], str]] = {
-    "kernels": (KernelsConfig, "every kernel, beside what the machine can do"),
-    "throughput": (LoadConfig, "tokens per second of many streams, in this process"),
-    "latency": (LatencyConfig, "time to the first token and between tokens, in this process"),
-    "startup": (StartupConfig, "fresh processes: time to the first token, memory"),
-}
+MODEL = Operand("trailing_model", known=("positional_model", "model"))
+LAST_LINE = "Its last line is a JSON document."
 # Flags of `eval` that are lists, and fields of EngineConfig that aren't.
 EVAL_LISTS = ("dtype", "quantization", "kv_cache_dtype")
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
-
-logger = logging.getLogger("streamkv")
 
 EXAMPLES = f"""\
 examples:
   streamkv serve                        {DEFAULT_MODEL}, chat page at http://127.0.0.1:8000
   streamkv serve ./my-llama --port 9000 a folder in Hugging Face format, or a .gguf file
+  streamkv chat ./my-llama              talk to it here
+  streamkv generate "Once upon" --model ./my-llama
   streamkv info ./my-llama --program    what it is, and what a step of it costs
   streamkv eval ./my-llama --compare    what fewer bits cost: perplexity, agreement
   streamkv bench throughput ./my-llama  how fast it streams here
@@ -64,21 +55,77 @@ examples:
 A flag that takes several numbers ends at the first word that isn't one: MODEL may come before it or
 after it (--concurrency 1 8 32 ./my-llama), and the flag may be repeated.
 
-Every flag of serve can also be set as an environment variable: --max-num-seqs is
-STREAMKV_MAX_NUM_SEQS.
+Every flag of serve can also be set as an environment variable, --max-num-seqs as
+STREAMKV_MAX_NUM_SEQS, and in a TOML file that --config names, as max-num-seqs = 8. Flags beat
+variables, variables beat the file. docs/flags.md lists them all.
 """
+
+
+class Call(NamedTuple):
+    """What was asked of a command, by flags, variables and a file."""
+
+    parsed: dict[str, Any]
+    file: ConfigFile | None
+
+    @classmethod
+    def of(cls, parsed: dict[str, Any]) -> Call:
+        """ConfigError."""
+        check_vllm_options({name: parsed.pop(name) for name in VLLM_OPTIONS if name in parsed})
+        positional, trailing = parsed.pop("positional_model", None), parsed.pop(MODEL.dest, None)
+        if positional is not None and trailing is not None:
+            raise ConfigError(f"expected one model, got {positional!r} and {trailing!r}")
+        model = trailing if positional is None else positional
+        if model is not None and parsed.setdefault("model", model) != model:
+            raise ConfigError(f"expected one model, got {model!r} and --model {parsed['model']!r}")
+        takes_file = "config" in parsed
+        path = parsed.pop("config", "") or os.environ.get("STREAMKV_CONFIG")
+        if not takes_file or not path:
+            return cls(parsed, None)
+        fields = (*fields_of(EngineConfig), *fields_of(ServerConfig))
+        return cls(parsed, read_config_file(path, fields, VLLM_OPTIONS, check_vllm_options))
+
+    def engine_config(self, *, without: Container[str] = ()) -> EngineConfig:
+        given = {name: value for name, value in self.parsed.items() if name not in without}
+        return build_config(EngineConfig, given, os.environ, self.file)
+
+    def server_config(self) -> ServerConfig:
+        return build_config(ServerConfig, self.parsed, os.environ, self.file)
+
+    def options(self, config_type: type[Options]) -> Options:
+        """A command's own, which flags alone set."""
+        return build_config(config_type, self.parsed, {})
+
+
+class Command(NamedTuple):
+    """A row of the help, and what can be asked of the command."""
+
+    run: Callable[[Call], int]
+    options: type[msgspec.Struct] | None  # its own
+    summary: str
+    notes: str = ""
+    engine_fields: Container[str] | None = None  # those of EngineConfig it takes; None: all
+    operand: str = "model"
+
+    @property
+    def description(self) -> str:
+        return f"{self.summary[0].upper()}{self.summary[1:]}. {self.notes}".strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = build_parser()
-    parsed = vars(parser.parse_args(arguments))
-    command = parsed.pop("command", None)
-    if command is None:
+    given = sys.argv[1:] if arguments is None else arguments
+    parsed = vars(parser.parse_args(with_dashes(given)))
+    run: Callable[[Call], int] | None = parsed.pop("run", None)
+    if run is None:
         parser.print_help()
         return 2
     try:
-        return COMMANDS[command](parsed)
+        exit_code = run(Call.of(parsed))
+        sys.stdout.flush()  # not later, where nobody would catch a closed pipe
+        return exit_code
+    except BrokenPipeError:
+        return pipe_closed()
     except ConfigError as error:
         return _fail(error, exit_code=2)
     except StreamkvError as error:
@@ -87,239 +134,221 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _fail(error: StreamkvError, *, exit_code: int) -> int:
+    print(f"streamkv: {one_line(error, 1000)}", file=sys.stderr)
+    return exit_code
+
+
+# --- the parser ------------------------------------------------------------------------------
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command, which gets its flags when it is the one that was called."""
+
+    def __init__(self, *, command: Command | None = None, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+        self._command = command
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        if self._command is not None:
+            _fill(self, self._command)
+            self._command = None
+        parsed, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            from difflib import get_close_matches
+
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unexpected: {' '.join(unknown)}{hint}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; its options come from the config Structs' fields."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="streamkv",
         description="Serve a language model to many clients at once, token by token.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"streamkv {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command")
-    serve_parser = commands.add_parser(
-        "serve",
-        help="start the server: OpenAI API, WebSocket, chat page",
-        description="Start the server: the OpenAI API, its WebSocket and the chat page.",
-        argument_default=argparse.SUPPRESS,
-    )
-    _add_model(serve_parser)
-    add_flags(serve_parser, EngineConfig)
-    add_flags(serve_parser, ServerConfig)
-    info_parser = commands.add_parser(
-        "info",
-        help="what a model is, what it takes, what its steps cost",
-        description="Say what a model is, what it takes here and what its steps cost. With "
-        f"--profile, {LAST_LINE}.",
-        argument_default=argparse.SUPPRESS,
-    )
-    _add_model(info_parser)
-    add_flags(info_parser, EngineConfig)
-    add_flags(info_parser, InfoConfig, operand=TRAILING_MODEL)
-    eval_parser = commands.add_parser(
-        "eval",
-        help="how near a model's answers stay to float32 in each quantization",
-        description="Perplexity of a text, and agreement with the same model in float32, for each "
-        "way to run it: quantizations, types of keys and values, other files of the model.",
-        argument_default=argparse.SUPPRESS,
-    )
-    _add_model(eval_parser)
-    add_flags(eval_parser, EngineConfig, only=ENGINE_FLAGS)
-    add_flags(eval_parser, EvalConfig)
+    commands = parser.add_subparsers(metavar="command", parser_class=CommandParser)
+    for name, command in COMMANDS.items():
+        _add_command(commands, name, command)
     text = "measure this machine with this engine"
-    description = f"Measure this machine with this engine. A table for people; {LAST_LINE}."
-    _add_benchmarks(commands.add_parser("bench", help=text, description=description))
+    bench = commands.add_parser("bench", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    benchmarks = bench.add_subparsers(
+        metavar="benchmark", required=True, parser_class=CommandParser
+    )
+    for name, benchmark in BENCHMARKS.items():
+        _add_command(benchmarks, name, benchmark)
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
+def _add_command(commands: Any, name: str, command: Command) -> None:
+    commands.add_parser(
+        name,
+        help=command.summary,
+        description=command.description,
+        argument_default=argparse.SUPPRESS,
+        command=command,
+    ).set_defaults(run=command.run)
 
 
-def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
-    benchmarks = parser.add_subparsers(dest="benchmark", metavar="benchmark", required=True)
-    for name, (options_type, text) in BENCHMARKS.items():
-        one = benchmarks.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}. A table for people; {LAST_LINE}.",
-            argument_default=argparse.SUPPRESS,
+def _fill(parser: argparse.ArgumentParser, command: Command) -> None:
+    if command.operand == "model":
+        parser.add_argument(
+            "positional_model", nargs="?", metavar="MODEL", help="the same as --model"
         )
-        has_model = options_type is not KernelsConfig
-        if has_model:
-            _add_model(one)
-            add_flags(one, EngineConfig)
-        add_flags(one, options_type, operand=TRAILING_MODEL if has_model else None)
+    elif command.operand:
+        parser.add_argument(command.operand, nargs="*", metavar=command.operand.upper())
+    operand = MODEL if command.operand == "model" else None
+    if command.engine_fields != ():
+        text = "TOML file with options of serve"
+        parser.add_argument("--config", metavar="FILE", default="", help=text)
+        add_flags(parser, EngineConfig, operand=operand, only=command.engine_fields)
+    if command.options is not None:
+        add_flags(parser, command.options, operand=operand)
+    if command.options is ServerConfig:
+        kinds = {name: option.kind for name, option in VLLM_OPTIONS.items()}
+        add_hidden_flags(parser, kinds, VLLM_SHORT, MODEL)
 
 
-def serve(parsed: dict[str, object]) -> int:
-    """Build engine and server from parsed flags and run them until a signal."""
-    engine_config = _engine_config(parsed)
-    server_config = build_config(ServerConfig, parsed, os.environ)
-    _check_key_variable(server_config)
-    logging.basicConfig(
-        level=server_config.log_level.upper(),
-        format="%(asctime)s %(levelname).1s %(message)s",
-        datefmt="%H:%M:%S",
-        handlers=[_log_lines()],
-    )
-    _warn_if_open(server_config)
-    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
-    with _listen(server_config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine_config, server_config, listener))
+# --- the commands ----------------------------------------------------------------------------
 
 
-def _log_lines() -> logging.Handler:
-    """On stderr, above a progress bar if there is one."""
-    from tqdm import tqdm
+def _serve(call: Call) -> int:
+    from .commands.serve import serve
 
-    class LogLines(logging.StreamHandler[TextIO]):
-        def emit(self, record: logging.LogRecord) -> None:
-            with tqdm.external_write_mode(self.stream):
-                super().emit(record)
-
-    return LogLines()
+    return serve(call.engine_config(), call.server_config())
 
 
-def _engine_config(parsed: dict[str, object]) -> EngineConfig:
-    positional, trailing = parsed.pop("positional_model", None), parsed.pop(TRAILING_MODEL, None)
-    if positional is not None and trailing is not None:
-        raise ConfigError(f"expected one model, got {positional!r} and {trailing!r}")
-    positional = trailing if positional is None else positional
-    if positional is not None and parsed.setdefault("model", positional) != positional:
-        raise ConfigError(f"expected one model, got {positional!r} and --model {parsed['model']!r}")
-    return build_config(EngineConfig, parsed, os.environ)
+def _chat(call: Call) -> int:
+    from .commands.chat import chat
+
+    return chat(call.engine_config(), call.options(ChatConfig))
 
 
-def info(parsed: dict[str, object]) -> int:
-    """Say what a model is."""
+def _generate(call: Call) -> int:
+    from .commands.generate import generate
+
+    prompts = tuple(call.parsed.get("prompt", ()))
+    return generate(call.engine_config(), call.options(GenerateConfig), prompts)
+
+
+def _pull(call: Call) -> int:
+    from .commands.pull import pull
+
+    return pull(call.engine_config())
+
+
+def _info(call: Call) -> int:
     from .info import print_info
 
-    options = build_config(InfoConfig, parsed, {})
-    return print_info(_engine_config(parsed), options, given=frozenset(parsed))
+    options = call.options(InfoConfig)
+    return print_info(call.engine_config(), options, given=frozenset(call.parsed))
 
 
-def evaluate(parsed: dict[str, object]) -> int:
-    """Score the ways to run a model. What serve shares with it comes as in `serve`."""
+def _eval(call: Call) -> int:
     from .eval.run import print_eval
 
-    options = build_config(EvalConfig, parsed, {})
-    shared = {name: value for name, value in parsed.items() if name not in EVAL_LISTS}
-    return print_eval(_engine_config(shared), options, given=frozenset(parsed))
+    options = call.options(EvalConfig)
+    engine_config = call.engine_config(without=EVAL_LISTS)
+    return print_eval(engine_config, options, given=frozenset(call.parsed))
 
 
-def bench(parsed: dict[str, object]) -> int:
-    """Run one benchmark. Its own options come from flags alone, a model's as in `serve`."""
-    benchmark = parsed.pop("benchmark")
-    if benchmark == "kernels":
-        from .bench.kernels import bench_kernels
-        from .bench.tune import bench_tuning
+def _bench_kernels(call: Call) -> int:
+    from .bench.kernels import bench_kernels
+    from .bench.tune import bench_tuning
 
-        options = build_config(KernelsConfig, parsed, {})
-        return bench_tuning(options) if options.tune else bench_kernels(options)
-    engine_config = _engine_config(parsed)
-    if benchmark == "throughput":
-        from .bench.throughput import bench_throughput
+    options = call.options(KernelsConfig)
+    return bench_tuning(options) if options.tune else bench_kernels(options)
 
-        return bench_throughput(engine_config, build_config(LoadConfig, parsed, {}))
-    if benchmark == "latency":
-        from .bench.latency import bench_latency
 
-        return bench_latency(engine_config, build_config(LatencyConfig, parsed, {}))
+def _bench_throughput(call: Call) -> int:
+    from .bench.throughput import bench_throughput
+
+    return bench_throughput(call.engine_config(), call.options(LoadConfig))
+
+
+def _bench_latency(call: Call) -> int:
+    from .bench.latency import bench_latency
+
+    return bench_latency(call.engine_config(), call.options(LatencyConfig))
+
+
+def _bench_startup(call: Call) -> int:
     from .bench.startup import bench_startup
 
-    return bench_startup(engine_config, build_config(StartupConfig, parsed, {}))
+    return bench_startup(call.engine_config(), call.options(StartupConfig))
 
 
-COMMANDS: Mapping[str, Callable[[dict[str, object]], int]] = {
-    "serve": serve,
-    "info": info,
-    "eval": evaluate,
-    "bench": bench,
+COMMANDS: Mapping[str, Command] = {
+    "serve": Command(
+        _serve,
+        ServerConfig,
+        "start the server: OpenAI API, WebSocket, chat page",
+        "Options of vLLM that aren't listed are known too: docs/flags.md has what becomes of them.",
+    ),
+    "chat": Command(_chat, ChatConfig, "talk to a model in this terminal"),
+    "generate": Command(
+        _generate,
+        GenerateConfig,
+        "continue or answer prompts, to stdout",
+        "PROMPT - is read from stdin.",
+        operand="prompt",
+    ),
+    "pull": Command(
+        _pull,
+        None,
+        "fetch a model, and say where it is",
+        engine_fields=PULL_FLAGS,
+    ),
+    "info": Command(
+        _info,
+        InfoConfig,
+        "what a model is, what it takes, what its steps cost",
+        f"With --profile: {LAST_LINE}",
+    ),
+    "eval": Command(
+        _eval,
+        EvalConfig,
+        "how near a model's answers stay to float32 in each quantization",
+        "Perplexity of a text, and agreement with the same model in float32, for each way to run "
+        "it: quantizations, types of keys and values, other files of the model.",
+        engine_fields=ENGINE_FLAGS,
+    ),
 }
-
-
-def _check_key_variable(config: ServerConfig) -> None:
-    """Elsewhere an empty variable is an unset one; here that would open the server to all."""
-    if not config.api_key and os.environ.get("STREAMKV_API_KEY") == "":
-        raise ConfigError("STREAMKV_API_KEY: expected a key, got an empty string; set or unset it")
-
-
-def _warn_if_open(config: ServerConfig) -> None:
-    if config.bind_host not in LOOPBACK_HOSTS and not config.api_key:
-        logger.warning(
-            "listening on %s without --api-key: anyone who reaches this port can use the model",
-            config.bind_host,
-        )
-
-
-def _listen(config: ServerConfig) -> socket.socket:
-    """The bound socket; bound before anything loads, so that a taken port fails at once."""
-    family = socket.AF_INET6 if ":" in config.bind_host else socket.AF_INET
-    try:
-        return socket.create_server((config.bind_host, config.port), family=family, backlog=2048)
-    except OSError as error:
-        # socket.create_server appends the address, which the message has already
-        reason = str(error.strerror or error).partition(" (while")[0]
-        raise StreamkvError(
-            f"can't listen on {config.bind_host}:{config.port}: {reason}; "
-            "choose another --port or --host"
-        ) from None
-
-
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # no uvloop on Windows
-        return None
-    return uvloop.Loop
-
-
-async def _serve(
-    engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
-) -> int:
-    from .engine.async_engine import AsyncEngine
-    from .server.serving import Server
-
-    engine = AsyncEngine(engine_config)
-    server = Server(engine, server_config)
-    logger.info("streamkv %s: %s", __version__, _url(server_config, listener))
-    return await run_server(server, engine, listener)
-
-
-async def run_server(server: Server, engine: AsyncEngine, listener: socket.socket) -> int:
-    """Serve until a signal, or raise what kept the model from loading. Returns the exit code."""
-    loading = asyncio.create_task(_until_loaded(engine, server))
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        await engine.close()
-    if error := await loading:
-        raise error
-    return 0
-
-
-async def _until_loaded(engine: AsyncEngine, server: Server) -> StreamkvError | None:
-    """Wait for the model; if it can't be loaded, stop the server and return the reason."""
-    try:
-        await engine.wait_ready()
-    except EngineDeadError:  # closed while loading
-        return None
-    except StreamkvError as error:
-        server.should_exit = True
-        return error
-    # What lives now lives as long as the process: keep the collector from walking it again.
-    gc.collect()
-    gc.freeze()
-    return None
-
-
-def _url(config: ServerConfig, listener: socket.socket) -> str:
-    host = f"[{config.bind_host}]" if ":" in config.bind_host else config.bind_host
-    return f"http://{host}:{listener.getsockname()[1]}"
-
-
-def _fail(error: StreamkvError, *, exit_code: int) -> int:
-    message = " ".join(str(error).split())
-    print(f"streamkv: {message}", file=sys.stderr)
-    return exit_code
+TABLE = f"A table for people. {LAST_LINE}"
+BENCHMARKS: Mapping[str, Command] = {
+    "kernels": Command(
+        _bench_kernels,
+        KernelsConfig,
+        "every kernel, beside what the machine can do",
+        TABLE,
+        engine_fields=(),
+        operand="",
+    ),
+    "throughput": Command(
+        _bench_throughput,
+        LoadConfig,
+        "tokens per second of many streams, in this process",
+        TABLE,
+    ),
+    "latency": Command(
+        _bench_latency,
+        LatencyConfig,
+        "time to the first token and between tokens, in this process",
+        TABLE,
+    ),
+    "startup": Command(
+        _bench_startup,
+        StartupConfig,
+        "fresh processes: time to the first token, memory",
+        TABLE,
+    ),
+}

@@ -1,8 +1,9 @@
 """What the operator asked for: EngineConfig and ServerConfig, the one list of flags.
 
-Flags (`--max-num-seqs`), environment names (`STREAMKV_MAX_NUM_SEQS`), their help and the docs
-table all come from the fields below; nothing fills them in later. Facts about a checkpoint are
-`models.ModelConfig`, what follows from both is a plan (`runner.kv_cache.KVCachePlan`).
+Flags (`--max-num-seqs`), environment names (`STREAMKV_MAX_NUM_SEQS`), keys of files, their help and
+docs/flags.md all come from the fields below; nothing fills them in later. Facts about a checkpoint
+are `models.ModelConfig`, what follows from both is a plan (`runner.kv_cache.KVCachePlan`).
+Invariant: a Struct that was constructed has fields of their types and in their ranges.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
+from .fields import check_fields
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -50,20 +52,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="taken for compatibility: no code of a checkpoint is ever run")
     ] = False
     served_model_name: Annotated[
-        str, Meta(description="model id in the API (default: the string given as model)")
-    ] = ""
+        tuple[str, ...],
+        Meta(
+            description="model id in the API; repeat for several (default: the string given as "
+            "model)"
+        ),
+    ] = ()
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
         Meta(
             description="of weights that aren't quantized and of KV; auto is bfloat16, float32 "
-            "computes in float32 throughout"
+            "computes in float32 throughout",
+            extra={"same": {"float": "float32"}},
         ),
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "int8", "int4"],
         Meta(
             description="of weights: auto keeps the checkpoint's, none widens them to dtype, int8 "
-            "and int4 quantize a checkpoint that isn't"
+            "and int4 quantize a checkpoint that isn't",
+            extra={"short": "-q", "same": {"gguf": "auto"}},
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
@@ -74,7 +82,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "cpu", "cuda"], Meta(description="auto is cuda where there is one")
     ] = "auto"
     max_model_len: Annotated[
-        int, Meta(ge=0, description="context length in tokens (0: the checkpoint's)")
+        int,
+        Meta(
+            ge=0,
+            description="context length in tokens (0: the checkpoint's, or what memory allows)",
+            extra={"same": {"auto": 0, "-1": 0}},
+        ),
     ] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences that run at once")] = (
         256
@@ -120,10 +133,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = -1
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, description="devices that share each layer; only 1 so far")
+        int,
+        Meta(
+            ge=1,
+            description="devices that share each layer; only 1 so far",
+            extra={"short": "-tp"},
+        ),
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, Meta(ge=1, description="devices that share the layers out; only 1 so far")
+        int,
+        Meta(
+            ge=1,
+            description="devices that share the layers out; only 1 so far",
+            extra={"short": "-pp"},
+        ),
     ] = 1
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="CPU threads that compute (0: one a physical core)")
@@ -141,10 +164,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="run a model's operations one by one: the same bits, slower, to debug"),
     ] = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (size := getattr(self, name)) != 1:
+                raise ConfigError(
+                    f"{name} (--{name.replace('_', '-')}): expected 1, got {size}; a model "
+                    "computes on one device so far: leave it out"
+                )
+
     @property
     def model_id(self) -> str:
-        """The name clients use."""
-        return self.served_model_name or self.model
+        """The first name that clients use."""
+        return self.model_ids[0]
+
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        """All names that clients use."""
+        return self.served_model_name or (self.model,)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,9 +203,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: Annotated[
         int, Meta(ge=1024, description="largest request body or WebSocket message")
     ] = 16 * 1024 * 1024
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="lines of the log that are written: these and more serious ones"),
+    ] = "info"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if any(not key or key != key.strip() for key in self.api_key):
             raise ConfigError(
                 "--api-key (STREAMKV_API_KEY): expected a key without spaces around it, got an "

@@ -101,3 +101,10 @@ class EngineDeadError(StreamkvError):
 
 class GenerationError(StreamkvError):
     """This request failed on the device; others go on."""
+
+
+def one_line(words: object, max_chars: int = 200) -> str:
+    """Another's words for a message of ours: printable, on one line, not too many."""
+    text = " ".join(str(words).split())
+    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}\N{HORIZONTAL ELLIPSIS}"

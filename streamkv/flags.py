@@ -1,67 +1,39 @@
-"""Command-line flags and environment names, made from the fields of the config Structs.
+"""Options on the command line, in the environment and in a file, made from the config Structs.
 
-Owns the mapping between a field (`max_num_seqs`), its flag (`--max-num-seqs`), its environment
-name (`STREAMKV_MAX_NUM_SEQS`) and its help text; knows no particular option. A flag beats the
-environment, the environment beats the default.
+Owns how a field (`max_num_seqs`) is set in each place: `--max-num-seqs`, `STREAMKV_MAX_NUM_SEQS`,
+`max-num-seqs = 8`; knows no particular option. A flag beats the environment, the environment beats
+the file, the file beats the default.
 """
 
 from __future__ import annotations
 
 import argparse
-import typing
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from .errors import ConfigError
+from .config_file import ConfigFile
+from .fields import Field, fields_of, truth_of
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
+
+class Operand(NamedTuple):
+    """The command's own word (MODEL), which may stand after a flag that takes several values."""
+
+    dest: str  # where it is stored if it stood there
+    known: tuple[str, ...]  # stored if it was given otherwise
 
 
-class Flag(NamedTuple):
-    """One option, wherever it is set."""
-
-    field: str
-    name: str  # --max-num-seqs
-    env: str  # STREAMKV_MAX_NUM_SEQS
-    hint: Any  # the field's type with its ranges
-    type: Any  # the same without them
-    default: Any
-    help: str
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        is_literal = typing.get_origin(self.type) is Literal
-        return typing.get_args(self.type) if is_literal else ()
-
-    @property
-    def repeats(self) -> bool:
-        return typing.get_origin(self.type) is tuple
-
-    @property
-    def item(self) -> Flag:
-        """The same option with one of its values."""
-        (hint, *_) = typing.get_args(self.type)
-        return self._replace(hint=hint, type=_without_ranges(hint))
-
-    @property
-    def is_numbers(self) -> bool:
-        """Takes several values at once. Words don't: they could be the command's own."""
-        return self.repeats and self.item.type in (int, float)
-
-
-class TakeNumbers(argparse.Action):
-    """`--flag 1 8 32`, and again: `--flag 64`. Where the command has an operand (`bench throughput
-    --concurrency 1 8 MODEL`), a word after the numbers is that; it is stored as `operand`."""
+class TakeSeveral(argparse.Action):
+    """`--flag 1 8 32`, and again: `--flag 64`. A last word that isn't a value is the operand, and
+    so is one that may be a value as long as the operand isn't known."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        operand: str | None = kwargs.pop("operand")
+        self._field: Field | None = kwargs.pop("field")  # None: of any words
+        self._operand: Operand | None = kwargs.pop("operand")
         super().__init__(option_strings, dest, nargs="+", **kwargs)
-        self._operand = operand
 
     def __call__(
         self,
@@ -70,124 +42,158 @@ class TakeNumbers(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        numbers = list(values or ())
-        has_operand = self._operand is None or hasattr(namespace, self._operand)
-        if not has_operand and len(numbers) > 1 and not _is_number(numbers[-1]):
-            setattr(namespace, str(self._operand), numbers.pop())
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *numbers])
+        words = list(values or ())
+        if self._operand is not None and len(words) > 1 and self._is_operand(words[-1], namespace):
+            setattr(namespace, self._operand.dest, words.pop())
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *words])
+
+    def _is_operand(self, word: str, namespace: argparse.Namespace) -> bool:
+        assert self._operand is not None
+        if hasattr(namespace, self._operand.dest):
+            return False
+        if self._field is not None and self._field.item.choices:
+            return word not in self._field.item.choices
+        if self._field is not None and is_number(self._field.item):
+            return not _reads_as_number(word)
+        return not any(hasattr(namespace, name) for name in self._operand.known)
 
 
-def _is_number(text: str) -> bool:
+class TakeTruth(argparse.Action):
+    """`--flag`, `--no-flag`, `--flag False`. Another word is the operand."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        self._operand: Operand | None = kwargs.pop("operand")
+        super().__init__(option_strings, dest, nargs="?", **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        truth = truth_of(str(values)) if values is not None else True
+        if truth is None and self._operand is not None:
+            setattr(namespace, self._operand.dest, values)
+        is_no = str(option_string).startswith("--no-")
+        setattr(namespace, self.dest, (truth is not False) != is_no)
+
+
+def is_number(field: Field) -> bool:
+    return field.type in (int, float)
+
+
+def _reads_as_number(word: str) -> bool:
     try:
-        float(text)
+        float(word)
     except ValueError:
         return False
     return True
-
-
-def flags_of(config_type: type[msgspec.Struct]) -> list[Flag]:
-    """The options of a config Struct, in the order of its fields."""
-    hints = typing.get_type_hints(config_type, include_extras=True)
-    return [_flag(field, hints[field.name]) for field in msgspec.structs.fields(config_type)]
-
-
-def _without_ranges(hint: Any) -> Any:
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
-
-
-def _flag(field: msgspec.structs.FieldInfo, hint: Any) -> Flag:
-    description = ""
-    if typing.get_origin(hint) is typing.Annotated:
-        _, *metas = typing.get_args(hint)
-        description = "".join(meta.description or "" for meta in metas)
-    return Flag(
-        field=field.name,
-        name="--" + field.name.replace("_", "-"),
-        env="STREAMKV_" + field.name.upper(),
-        hint=hint,
-        type=_without_ranges(hint),
-        default=field.default,
-        help=description,
-    )
 
 
 def add_flags(
     parser: argparse.ArgumentParser,
     config_type: type[msgspec.Struct],
     *,
-    operand: str | None = None,
+    operand: Operand | None = None,
     only: Container[str] | None = None,
 ) -> None:
     """Add the options of the Struct, those of the fields in `only` or all; unset ones stay absent
-    from the parsed namespace. A word after a list of numbers is stored as `operand`; None: it is
-    refused."""
+    from the parsed namespace. Values are checked when the Struct is built."""
     group = parser.add_argument_group(_group_title(config_type))
-    for flag in flags_of(config_type):
-        if only is not None and flag.field not in only:
+    for field in fields_of(config_type):
+        if only is not None and field.name not in only:
             continue
-        options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
-        options["help"] = _help(flag)
-        if flag.type is bool:
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        options["help"] = _help(field)
+        if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif flag.choices:
-            options["choices"] = flag.choices
         else:
-            options["metavar"] = _metavar(flag)
-            if flag.is_numbers:
-                options |= {"action": TakeNumbers, "operand": operand}
-            elif flag.repeats:
+            options["metavar"] = _metavar(field)
+            if field.repeats and (is_number(field.item) or operand is not None):
+                options |= {"action": TakeSeveral, "field": field, "operand": operand}
+            elif field.repeats:
                 options["action"] = "append"
-        group.add_argument(flag.name, **options)
+        group.add_argument(*filter(None, (field.short, field.flag)), **options)
+
+
+def add_hidden_flags(
+    parser: argparse.ArgumentParser,
+    kinds: Mapping[str, Literal["switch", "value", "list"]],
+    shorts: Mapping[str, str],
+    operand: Operand,
+) -> None:
+    """Add options that `--help` doesn't show, by name; what they are given is left as it is."""
+    for name, kind in kinds.items():
+        words = name.replace("_", "-")
+        flags = [shorts[name]] if name in shorts else []
+        options: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": argparse.SUPPRESS,
+        }
+        if kind == "switch":
+            options |= {"action": TakeTruth, "operand": operand}
+            flags.append(f"--no-{words}")
+        elif kind == "list":
+            options |= {"action": TakeSeveral, "field": None, "operand": operand}
+        parser.add_argument(*flags, f"--{words}", **options)
+
+
+def with_dashes(arguments: Sequence[str]) -> list[str]:
+    """--max_num_seqs=8 as --max-num-seqs=8."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*map(_with_dashes, arguments[:end]), *arguments[end:]]
+
+
+def _with_dashes(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value
 
 
 def _group_title(config_type: type[msgspec.Struct]) -> str:
     return config_type.__name__.removesuffix("Config").lower()
 
 
-def _metavar(flag: Flag) -> str:
-    number = flag.item.type if flag.is_numbers else flag.type
-    return {int: "N", float: "X"}.get(number, flag.field.split("_")[-1].upper())
+def _metavar(field: Field) -> str:
+    one = field.item if field.repeats else field
+    if one.choices:
+        return "{" + ",".join(one.choices) + "}"
+    return {int: "N", float: "X"}.get(one.type, field.name.split("_")[-1].upper())
 
 
-def _help(flag: Flag) -> str:
-    shown = flag.default not in ("", 0, ())
-    default = ("on" if flag.default else "off") if flag.type is bool else flag.default
-    if flag.repeats:
-        default = " ".join(map(str, flag.default))
-    text = f"{flag.help} (default: {default})" if shown else flag.help
+def _help(field: Field) -> str:
+    default = shown_default(field)
+    text = f"{field.help} (default: {default})" if default else field.help
     return text.strip().replace("%", "%%")
 
 
+def shown_default(field: Field) -> str:
+    """The default in words, "" where the help says what it means."""
+    if field.type is bool:
+        return "on" if field.default else ""
+    if field.repeats:
+        return " ".join(map(str, field.default))
+    return "" if field.default in ("", 0, None) else str(field.default)
+
+
 def build_config(
-    config_type: type[Config], given: Mapping[str, Any], environ: Mapping[str, str]
+    config_type: type[Config],
+    given: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: ConfigFile | None = None,
 ) -> Config:
-    """The Struct from parsed flags and environment. ConfigError names the flag or variable."""
+    """The Struct from parsed flags, environment and file. ConfigError names the source."""
+    in_file = file.values if file is not None else {}
     values: dict[str, Any] = {}
-    for flag in flags_of(config_type):
-        if flag.field in given:
-            values[flag.field] = _parse(flag, given[flag.field], flag.name)
-        elif environ.get(flag.env):
-            raw = environ[flag.env]
-            values[flag.field] = _parse(flag, raw.split(",") if flag.repeats else raw, flag.env)
+    for field in fields_of(config_type):
+        if field.name in given:
+            values[field.name] = field.parse(given[field.name], field.flag, text=True)
+        elif raw := environ.get(field.variable):
+            words = raw.split(",") if field.repeats and not raw.startswith("[") else raw
+            values[field.name] = field.parse(words, field.variable, text=True)
+        elif field.name in in_file:
+            values[field.name] = in_file[field.name]
     return config_type(**values)
-
-
-def _parse(flag: Flag, value: Any, source: str) -> Any:
-    if flag.type is bool and isinstance(value, str):
-        if value.lower() not in _TRUE + _FALSE:
-            raise ConfigError(f"{source}: expected true or false, got {value!r}")
-        return value.lower() in _TRUE
-    if flag.repeats:
-        return tuple(_parse(flag.item, one, source) for one in value)
-    try:
-        return msgspec.convert(value, flag.hint, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: expected {_expected(flag, error)}, got {value!r}") from None
-
-
-def _expected(flag: Flag, error: msgspec.ValidationError) -> str:
-    if flag.choices:
-        return "one of " + ", ".join(flag.choices)
-    kind = {int: "a whole number", float: "a number"}.get(flag.type, flag.type.__name__)
-    _, _, bound = str(error).partition("` ")  # "Expected `int` >= 1", or of a wrong type
-    return f"{kind} {bound}" if bound[:1] in ("<", ">") else kind

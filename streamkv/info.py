@@ -22,9 +22,9 @@ from .bench.profile import (
     steps_of,
 )
 from .config import EngineConfig
-from .errors import ConfigError
-from .models import ModelConfig, build_model
-from .models.llama import LlamaForCausalLM
+from .engine.loading import read_text_side
+from .errors import ConfigError, ModelLoadError
+from .models import CausalLM, ModelConfig, build_model, read_config
 from .ops.cpu_count import num_usable_cores
 from .ops.extension import load_extension, tuning_in_use
 from .runner.cost import describe
@@ -37,7 +37,7 @@ from .runner.recorder import Recorder, build_program
 from .runner.select import check_config
 from .weights.formats import Formats, Quantization, packed_bytes, planned_formats
 from .weights.hub import Checkpoint, resolve_checkpoint
-from .weights.loader import WeightSource, check_names_and_shapes, open_checkpoint
+from .weights.loader import WeightSource, check_names_and_shapes, opened_checkpoint
 
 
 def print_info(engine_config: EngineConfig, options: InfoConfig, given: Container[str] = ()) -> int:
@@ -46,18 +46,20 @@ def print_info(engine_config: EngineConfig, options: InfoConfig, given: Containe
     check_config(engine_config)
     if options.profile:
         check_profiled(engine_config)
-    checkpoint = resolve_checkpoint(engine_config.model)
-    source = open_checkpoint(checkpoint)
-    try:
-        model = build_model(ModelConfig.from_dict(source.config))
+    checkpoint = resolve_checkpoint(
+        engine_config.model,
+        revision=engine_config.revision,
+        download_dir=engine_config.download_dir,
+    )
+    with opened_checkpoint(checkpoint) as source:
+        model = build_model(read_config(source.config))
         formats = formats_of(engine_config, source, model)
-    finally:
-        source.close()
     max_model_len = context_of(engine_config, model.config)
     if options.program or options.profile:
         options = fitting(options, given, max_model_len)
         check_steps(options, max_model_len)
-    for name, value in facts(checkpoint, model, formats, engine_config).items():
+    said = facts(checkpoint, model, formats, engine_config) | text_facts(checkpoint, engine_config)
+    for name, value in said.items():
         print(f"{name:16} {value}")
     if options.program:
         planned = ModelFormats.planned(
@@ -77,7 +79,7 @@ def print_info(engine_config: EngineConfig, options: InfoConfig, given: Containe
     return 0
 
 
-def formats_of(config: EngineConfig, source: WeightSource, model: LlamaForCausalLM) -> Formats:
+def formats_of(config: EngineConfig, source: WeightSource, model: CausalLM) -> Formats:
     """Of each matrix, as it would be loaded."""
     parameters = list(model.parameters())
     check_names_and_shapes(source, parameters)
@@ -112,7 +114,7 @@ def context_of(config: EngineConfig, model: ModelConfig) -> int:
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
-        max_position_embeddings=model.max_position_embeddings,
+        max_context_len=model.max_context_len,
         num_blocks_override=config.num_gpu_blocks_override,
     )
     return plan.max_model_len
@@ -130,7 +132,7 @@ def fitting(options: InfoConfig, given: Container[str], max_model_len: int) -> I
 
 def facts(
     checkpoint: Checkpoint,
-    model: LlamaForCausalLM,
+    model: CausalLM,
     formats: Formats,
     engine_config: EngineConfig,
 ) -> dict[str, str]:
@@ -146,21 +148,47 @@ def facts(
     planned = ModelFormats.planned(cpu, parameters, formats, kv_dtype)
     others = [isa for isa in cpu.available_isas() if isa != cpu.isa()]
     also = f" (this CPU also runs: {', '.join(others)})" if others else ""
-    longest, context = config.max_position_embeddings, context_of(engine_config, config)
-    of = "" if context == longest else f" of the checkpoint's {longest:,}"
     return {
         "checkpoint": f"{checkpoint.path} ({checkpoint.kind})",
+        "architecture": config.architecture,
         "parameters": f"{num_parameters:,}",
         "layers": f"{config.num_hidden_layers}, hidden {config.hidden_size}, "
         f"{heads} of {config.head_dim}, MLP {config.intermediate_size}",
         "vocabulary": f"{config.vocab_size:,}",
-        "context": f"{context:,} tokens{of}",
+        "context": describe_context(engine_config, config),
         "weights": f"{num_bytes / 2**20:,.1f} MiB as {planned.weights}",
         "inputs": f"{planned.inputs} in products with them",
         "KV cache": f"{kv_bytes:,} bytes a token as {kv_dtype}",
         "threads": str(engine_config.threads or num_usable_cores()),
         "instruction set": f"{cpu.isa()}{also}",
         "tuning": tuning_in_use().describe(),
+    }
+
+
+def describe_context(engine_config: EngineConfig, model: ModelConfig) -> str:
+    longest, context = model.max_position_embeddings, context_of(engine_config, model)
+    text = f"{context:,} tokens"
+    if context < longest:
+        text += f" of the checkpoint's {longest:,}"
+    if model.max_context_len < longest:
+        text += f"; no more than the {model.sliding_window:,} that its layers attend to"
+    return text
+
+
+def text_facts(checkpoint: Checkpoint, engine_config: EngineConfig) -> dict[str, str]:
+    """What it has besides weights, or what keeps a server from using that."""
+    try:
+        tokenizer, defaults = read_text_side(engine_config, checkpoint)
+    except ModelLoadError as error:
+        return {"tokenizer": f"serve would refuse the model: {error}"}
+    ends = (f"{tokenizer.token_text(i)} ({i})" for i in sorted(tokenizer.eos_token_ids))
+    has_template = tokenizer.chat_template is not None
+    return {
+        "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens",
+        "chat template": "yes" if has_template else "none: chats need --chat-template",
+        "end tokens": ", ".join(ends) or "none: texts end by their length alone",
+        "sampling": ", ".join(f"{name} {value}" for name, value in defaults.items())
+        or "the API's defaults",
     }
 
 

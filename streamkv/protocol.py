@@ -1,10 +1,11 @@
 """What crosses the borders: requests going in, steps going to the device, results coming back.
 
-Everything here is frozen and made of numbers, strings and bytes, so that the device side can live
-in another thread, process or host, and in another language: steps and outputs cross as bytes, laid
-out as described at `encode_step` and `encode_output` (cuda_ext/src/cpu/step.cpp reads and writes
-the same). Arrays are `bytes` of native-endian int32 or float32; the shape stands beside each field.
-Standard library and msgspec only.
+Everything here is made of numbers, strings and bytes, so that the device side can live in another
+thread, process or host, and in another language: steps and outputs cross as bytes, laid out as
+described at `encode_step` and `encode_output` (cuda_ext/src/cpu/step.cpp reads and writes the
+same). All of it is frozen but SamplingParams, of which each request has a copy of its own. Arrays
+are `bytes` of native-endian int32 or float32; the shape stands beside each field. Standard library
+and msgspec only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -32,10 +33,49 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # failed on the device
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose tokens. Names and meanings are vLLM's and OpenAI's.
+class OtherSamplingParams(msgspec.Struct, kw_only=True):
+    """Fields of vLLM's SamplingParams that ask for what is not done here.
 
-    Raises InvalidRequestError naming the field when a value is out of range (NaN included).
+    They may be given as long as they ask for nothing: their default, None or empty.
+    """
+
+    best_of: int | None = 1
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool | None = False
+    detokenize: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logits_processors: Sequence[Any] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    extra_args: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, default in zip(_OTHER_NAMES, _OTHER_DEFAULTS, strict=True):
+            value = getattr(self, name)
+            if value is not default and value not in (default, None, [], (), {}):
+                raise InvalidRequestError(
+                    f"{name}: expected {default!r}, since nothing else is done here, got "
+                    f"{value!r:.100}; leave it out",
+                    param=name,
+                )
+
+
+_OTHER_NAMES = OtherSamplingParams.__struct_fields__
+_OTHER_DEFAULTS = OtherSamplingParams.__struct_defaults__
+
+
+class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True):
+    """How to choose tokens. Names, meanings and defaults are vLLM's, which has them from OpenAI.
+
+    Raises InvalidRequestError naming the field when a value is out of range (NaN included). None
+    for a list is an empty one, and one text may be given as `stop`. Fields may be set; a request
+    gets a copy, whose values are checked again.
     """
 
     n: int = 1
@@ -49,8 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         1.0  # divides positive / multiplies negative logits, prompt + output
     )
     logit_bias: Mapping[int, float] = {}  # at most MAX_LOGIT_BIASES tokens
-    seed: int | None = None
-    max_tokens: int | None = None  # None = as far as the context allows
+    seed: int | None = None  # None or -1 = the engine draws one
+    max_tokens: int | None = 16  # None = as far as the context allows
     min_tokens: int = 0  # end tokens and stop ids are masked before that many tokens
     stop: Sequence[str] = ()  # at most MAX_STOP_STRINGS
     stop_token_ids: Sequence[int] = ()  # at most MAX_STOP_TOKEN_IDS
@@ -60,6 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None = off; 0 = the sampled token's only; k = top k besides
 
     def __post_init__(self) -> None:
+        OtherSamplingParams.__post_init__(self)
         _require_whole("n", self.n, 1, MAX_CHOICES)
         _require("temperature", self.temperature, 0.0, 100.0)
         _require("top_p", self.top_p, 0.0, 1.0, above=True)
@@ -70,21 +111,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         if self.seed is not None:
             _require_whole("seed", self.seed, -(2**63), 2**63 - 1)
+            self.seed = None if self.seed == -1 else self.seed
         if self.max_tokens is not None:
             _require_whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _require_whole("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
         if self.logprobs is not None:
             _require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _require_few("logit_bias", self.logit_bias, MAX_LOGIT_BIASES, "tokens")
+        self._check_lists()
+
+    def clone(self, **changes: Any) -> Self:
+        """A copy that shares nothing that can be changed; `changes` are fields of it."""
+        return msgspec.structs.replace(self, **changes)
+
+    def _check_lists(self) -> None:
+        """Check what has several items, and keep copies."""
+        _require_few("logit_bias", self.logit_bias or {}, MAX_LOGIT_BIASES, "tokens")
+        self.logit_bias = dict(self.logit_bias or {})
         for token_id, bias in self.logit_bias.items():
             _require_whole("logit_bias", token_id, 0, 2**31 - 1)
             _require("logit_bias", bias, -100.0, 100.0)
-        _require_few("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "tokens")
+        _require_few("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS, "tokens")
+        self.stop_token_ids = tuple(self.stop_token_ids or ())
         for token_id in self.stop_token_ids:
             _require_whole("stop_token_ids", token_id, 0, 2**31 - 1)
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        _require_few("stop", self.stop, MAX_STOP_STRINGS, "strings")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        _require_few("stop", stop, MAX_STOP_STRINGS, "strings")
+        self.stop = tuple(stop)
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequestError("stop: expected non-empty strings", param="stop")
 

@@ -3,14 +3,19 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from streamkv import flags_page
 from streamkv.bench.options import LoadConfig
-from streamkv.cli import build_parser, main
+from streamkv.cli import main
 from streamkv.config import EngineConfig, ServerConfig
 from streamkv.errors import ConfigError
-from streamkv.flags import add_flags, build_config, flags_of
+from streamkv.fields import fields_of
+from streamkv.flags import add_flags, build_config
+
+PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 
 
 def parse(*arguments: str, environ: dict[str, str] | None = None) -> EngineConfig:
@@ -19,12 +24,15 @@ def parse(*arguments: str, environ: dict[str, str] | None = None) -> EngineConfi
     return build_config(EngineConfig, vars(parser.parse_args(arguments)), environ or {})
 
 
-def test_every_field_has_a_flag_and_the_flag_sets_it():
+def test_every_field_has_a_flag_and_the_flag_sets_it(capsys):
     config = parse("--max-num-seqs", "8", "--gpu-memory-utilization", "0.5", "--dtype", "float32")
     assert (config.max_num_seqs, config.gpu_memory_utilization, config.dtype) == (8, 0.5, "float32")
-    help_text = build_parser()._subparsers._group_actions[0].choices["serve"].format_help()
-    for flag in flags_of(EngineConfig) + flags_of(ServerConfig):
-        assert flag.name in help_text
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    help_text = capsys.readouterr().out
+    for field in fields_of(EngineConfig) + fields_of(ServerConfig):
+        assert f"{field.flag} " in help_text
+    assert "--load-format" not in help_text  # of vLLM: taken, not shown
 
 
 def test_threads_and_eager_execution_are_the_operators_choice():
@@ -56,10 +64,10 @@ def test_repeated_flags_and_comma_separated_environment_make_lists():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["m", "--concurrency", "1", "8", "--concurrency", "32", "--seed", "5"],
-        ["--concurrency", "1", "8", "32", "m", "--seed", "5"],
-        ["--seed", "5", "--concurrency", "1", "--concurrency=8", "--concurrency", "32", "m"],
-        ["--concurrency", "1", "8", "32", "--seed", "5", "m"],
+        ["m", "--concurrency", "1", "8", "--concurrency", "32", "--prompt-seed", "5"],
+        ["--concurrency", "1", "8", "32", "m", "--prompt-seed", "5"],
+        ["--prompt-seed", "5", "--concurrency", "1", "--concurrency=8", "--concurrency", "32", "m"],
+        ["--concurrency", "1", "8", "32", "--prompt-seed", "5", "m"],
     ],
 )
 def test_lists_of_numbers_leave_a_model_alone_wherever_it_stands(arguments, monkeypatch):
@@ -69,14 +77,14 @@ def test_lists_of_numbers_leave_a_model_alone_wherever_it_stands(arguments, monk
         lambda engine_config, options: seen.append((engine_config.model, options)) or 0,
     )
     assert main(["bench", "throughput", *arguments]) == 0
-    assert seen == [("m", LoadConfig(concurrency=(1, 8, 32), seed=5))]
+    assert seen == [("m", LoadConfig(concurrency=(1, 8, 32), prompt_seed=5))]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["throughput", "a", "--concurrency", "1", "b"], "expected one model, got 'a' and 'b'"),
-        (["throughput", "--concurrency", "1", "b", "--seed", "1", "a"], "got 'a' and 'b'"),
+        (["throughput", "--concurrency", "1", "b", "--prompt-seed", "1", "a"], "got 'a' and 'b'"),
         (["throughput", "--concurrency", "b"], "--concurrency: expected a whole number, got 'b'"),
         (["throughput", "--concurrency", "8", "0"], "expected a whole number >= 1, got '0'"),
         (["kernels", "--decode-rows", "1", "b"], "--decode-rows: expected a whole number, got 'b'"),
@@ -114,6 +122,102 @@ def test_help_shows_lists_as_they_are_typed(capsys):
 def test_a_wrong_value_is_an_error_that_names_its_source(arguments, environ, named):
     with pytest.raises(ConfigError, match=named):
         parse(*arguments, environ=environ)
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """What `streamkv serve` would serve."""
+    seen: list[tuple[EngineConfig, ServerConfig]] = []
+    monkeypatch.setattr(
+        "streamkv.commands.serve.serve",
+        lambda engine_config, server_config: seen.append((engine_config, server_config)) or 0,
+    )
+
+    def ask(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
+        assert main(["serve", *arguments]) == 0
+        return seen.pop()
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--max_num_seqs", "8", "--no-enable_prefix_caching"], {"max_num_seqs": 8}),
+        (["--max_model_len=4k"], {"max_model_len": 4000}),
+        (["--max-model-len", "4K"], {"max_model_len": 4096}),
+        (["--max-model-len", "2.5k", "-tp", "1", "-pp", "1"], {"max_model_len": 2500}),
+        (["--max-model-len", "auto"], {"max_model_len": 0}),
+        (["--max-model-len=-1"], {"max_model_len": 0}),
+        (["--dtype", "float", "-q", "gguf"], {"dtype": "float32", "quantization": "auto"}),
+        (["--model", "a_b"], {"model": "a_b"}),
+        (["m", "--served-model-name", "a", "b"], {"model": "m", "model_ids": ("a", "b")}),
+        (["--served-model-name", "a", "m"], {"model": "m", "model_ids": ("a",)}),
+        (["--served-model-name", "a", "b", "m"], {"model": "m", "model_ids": ("a", "b")}),
+        (["--model", "m", "--served-model-name", "a", "b"], {"model_ids": ("a", "b")}),
+        (["m"], {"model_id": "m", "model_ids": ("m",)}),
+    ],
+)
+def test_spellings_of_scripts_for_vllm(arguments, expected, serve):
+    engine_config, _ = serve(*arguments)
+    assert {name: getattr(engine_config, name) for name in expected} == expected
+
+
+def test_lists_of_the_server_come_as_words_or_json(serve):
+    _, config = serve("m", "--api-key", "a", "b", "--allowed-origins", '["https://x", "https://y"]')
+    assert config.api_key == ("a", "b")
+    assert config.allowed_origins == ("https://x", "https://y")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-model-len", "2.5K"], "--max-model-len: expected a whole number, got '2.5K'"),
+        (["--dtype", "half"], "expected one of auto, bfloat16, float32, got 'half'"),
+        (["-tp", "2"], "tensor_parallel_size (--tensor-parallel-size): expected 1, got 2"),
+        (["--model", "a", "b"], "expected one model, got 'b' and --model 'a'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments, message, capsys):
+    assert main(["serve", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize("arguments", [["--max-num-seq", "4"], ["a", "b"], ["--port"]])
+def test_wrong_usage_is_one_line_that_says_where_help_is(arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["serve", *arguments])
+    assert raised.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("streamkv serve: ") and "streamkv serve --help" in line
+    assert ("did you mean --max-num-seqs?" in line) == ("--max-num-seq" in arguments)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"max_model_len": -2}, r"max_model_len (--max-model-len): expected a whole number >= 0"),
+        ({"block_size": True}, "block_size (--block-size): expected a whole number, got True"),
+        ({"dtype": "half"}, "dtype (--dtype): expected one of auto, bfloat16, float32"),
+        ({"served_model_name": 5}, "served_model_name (--served-model-name): expected text, got 5"),
+        ({"enforce_eager": "yes"}, "enforce_eager (--enforce-eager): expected true or false"),
+    ],
+)
+def test_a_config_made_in_python_is_checked_too(wish, message):
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig(**wish)
+    assert message in str(raised.value)
+
+
+def test_a_config_made_in_python_takes_what_flags_take(tmp_path):
+    config = EngineConfig(model=tmp_path, served_model_name="n", max_model_len="8k", dtype="float")
+    assert (config.model, config.model_ids) == (str(tmp_path), ("n",))
+    assert (config.max_model_len, config.dtype) == (8000, "float32")
+
+
+def test_the_page_of_flags_is_current():
+    assert PAGE.read_text() == flags_page.page(), "run `make docs`"
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,49 @@ def test_a_sampling_value_out_of_range_is_an_error_that_names_the_field(field, v
     assert field in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "neutral", "value"),
+    [
+        ("best_of", [1, None], 2),
+        ("prompt_logprobs", [None], 0),
+        ("bad_words", [None, []], ["x"]),
+        ("allowed_token_ids", [None, []], [1]),
+        ("structured_outputs", [None], {"json": {}}),
+        ("detokenize", [True], False),
+        ("spaces_between_special_tokens", [True], False),
+        ("extra_args", [None, {}], {"a": 1}),
+    ],
+)
+def test_vllm_fields_for_what_is_not_done_are_taken_at_values_that_ask_for_nothing(
+    field, neutral, value
+):
+    for one in neutral:
+        assert request_with(SamplingParams(**{field: one})).sampling.max_tokens == 16
+    with pytest.raises(InvalidRequestError, match=f"^{field}: .*leave it out") as raised:
+        SamplingParams(**{field: value})
+    assert raised.value.param == field
+
+
+def test_what_scripts_leave_empty_is_left_out():
+    sampling = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, seed=-1)
+    assert sampling == SamplingParams()
+    assert SamplingParams(stop="end").stop == ("end",)
+
+
+def test_a_clone_shares_nothing_that_can_be_changed_and_is_checked():
+    stop_token_ids, logit_bias = [5], {7: 1.0}
+    sampling = SamplingParams(stop_token_ids=stop_token_ids, logit_bias=logit_bias)
+    clone = sampling.clone(max_tokens=3)
+    stop_token_ids.append(-1)
+    logit_bias[-1] = 0.0
+    sampling.temperature = 9.0
+    sampling.logit_bias[1] = 2.0
+    assert clone == SamplingParams(stop_token_ids=[5], logit_bias={7: 1.0}, max_tokens=3)
+    sampling.top_p = 0.0
+    with pytest.raises(InvalidRequestError, match="top_p: .* got 0.0"):
+        sampling.clone()
+
+
 def test_min_tokens_may_not_exceed_max_tokens():
     with pytest.raises(InvalidRequestError, match="min_tokens"):
         SamplingParams(max_tokens=4, min_tokens=5)

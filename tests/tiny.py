@@ -1,4 +1,4 @@
-"""Tiny models made on the spot: a byte-level BPE tokenizer and a random Llama checkpoint.
+"""Tiny models made on the spot: a byte-level BPE tokenizer and a random checkpoint.
 
 Nothing is downloaded. Everything is the same on every run.
 """
@@ -106,14 +106,16 @@ def sentencepiece_backend(kind: Literal["llama", "gemma", "metaspace"]) -> token
     return backend
 
 
-def save_tiny_checkpoint(path: Path, **config: Any) -> Path:
-    """Write a random Llama in Hugging Face format to the folder `path`, and return it.
+def save_tiny_checkpoint(
+    path: Path, *, architecture: str = "LlamaForCausalLM", **config: Any
+) -> Path:
+    """Write a random model in Hugging Face format to the folder `path`, and return it.
 
-    `config` are LlamaConfig fields over these: 2 layers, hidden 32, 4 heads, 2 KV heads,
-    MLP 64, vocabulary of the tiny tokenizer, context 256, tied embeddings, float32.
+    `config` are fields of the architecture's config over these: 2 layers, hidden 32, 4 heads,
+    2 KV heads, MLP 64, vocabulary of the tiny tokenizer, context 256, tied embeddings, float32.
     """
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    import transformers
 
     fields: dict[str, Any] = {
         "vocab_size": tiny_tokenizer().vocab_size,
@@ -130,20 +132,35 @@ def save_tiny_checkpoint(path: Path, **config: Any) -> Path:
     } | config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**fields))
-    # Freshly initialized weights make every next token about as likely; larger ones give a
-    # distribution with a clear argmax, which rounding to bfloat16 rarely moves.
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name:
-                weight.mul_(40.0 if "embed" in name or "lm_head" in name else 14.0)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=0)
+        model_type = getattr(transformers, architecture)
+        model = model_type(model_type.config_class(**fields))
+        _scale_weights(model)
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=1, eos_token_id=[2, 0], pad_token_id=0
+    )
     model.save_pretrained(path)
-    _save_tokenizer(path)
+    save_tiny_tokenizer(path)
     return path
 
 
-def _save_tokenizer(path: Path) -> None:
+def _scale_weights(model: Any) -> None:
+    """Freshly initialized weights make every next token about as likely; larger ones give a
+    distribution with a clear argmax, which rounding to bfloat16 rarely moves. Biases start at
+    zero and norms of heads at one, which would hide that they are missing."""
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_()
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.normal_(1.0, 0.3)
+            elif "norm" not in name:
+                weight.mul_(40.0 if "embed" in name or "lm_head" in name else 14.0)
+
+
+def save_tiny_tokenizer(path: Path) -> None:
+    """Write the tokenizer's part of a checkpoint to the folder."""
     build_backend(tiny_gguf_metadata()).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
         json.dumps(

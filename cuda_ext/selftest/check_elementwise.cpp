@@ -1,4 +1,4 @@
-// rms_norm, rotary and select_rows.
+// rms_norm, head_rms_norm, rotary and select_rows.
 #include <math.h>
 
 #include "packed.h"
@@ -40,6 +40,39 @@ void check_rms_norm(Report& report, Random& random, int64_t hidden, Dtype out_dt
                                               first.as<char>() + 5 * alone.num_bytes(),
                                               alone.num_bytes()) == 0,
                   what + ": a row alone has the same bits");
+  }
+}
+
+void check_head_rms_norm(Report& report, Random& random, int64_t head_dim, bool in_place) {
+  constexpr int64_t kTokens = 41, kHeads = 4, kKvHeads = 2, kRowHeads = kHeads + 2 * kKvHeads;
+  constexpr float kEps = 1e-6f;
+  const std::vector<float> qkv = random.uniforms(kTokens * kRowHeads * head_dim);
+  const std::vector<float> q_weight = random.uniforms(head_dim);
+  const std::vector<float> k_weight = random.uniforms(head_dim);
+  std::vector<double> expected(qkv.begin(), qkv.end()), tolerance(qkv.size(), 0.0);
+  for (int64_t head = 0; head < kTokens * kRowHeads; ++head) {
+    const int64_t of_token = head % kRowHeads;
+    if (of_token >= kHeads + kKvHeads) continue;
+    const std::vector<float>& weight = of_token < kHeads ? q_weight : k_weight;
+    double squares = 0.0;
+    for (int64_t i = 0; i < head_dim; ++i) squares += pow(qkv[head * head_dim + i], 2);
+    const double scale = 1.0 / sqrt(squares / static_cast<double>(head_dim) + kEps);
+    for (int64_t i = 0; i < head_dim; ++i) {
+      const int64_t at = head * head_dim + i;
+      expected[at] = qkv[at] * scale * weight[i];
+      tolerance[at] = 2e-6 * fabs(expected[at]);
+    }
+  }
+  for (const Order order : kOrders) {
+    Guarded out(static_cast<int64_t>(qkv.size()) * 4);
+    if (in_place) memcpy(out.as<float>(), qkv.data(), out.num_bytes());
+    const float* from = in_place ? out.as<float>() : qkv.data();
+    run_kernel(kernels().head_rms_norm, {from, q_weight.data(), k_weight.data(), out.as<float>(),
+                                         kTokens, kHeads, kKvHeads, head_dim, kEps}, order);
+    const std::string what =
+        "head_rms_norm of " + std::to_string(head_dim) + (in_place ? " in place" : "");
+    report.expect(out.is_intact(), what + ": writes inside");
+    report.expect_near(out.as<float>(), expected, tolerance, what);
   }
 }
 
@@ -96,7 +129,10 @@ void check_elementwise(Report& report) {
     for (const Dtype out_dtype : {Dtype::kFloat32, Dtype::kBFloat16})
       check_rms_norm(report, random, hidden, out_dtype);
   for (const int64_t head_dim : {2, 16, 34, 64, 128})
-    for (const bool in_place : {false, true}) check_rotary(report, random, head_dim, in_place);
+    for (const bool in_place : {false, true}) {
+      check_head_rms_norm(report, random, head_dim, in_place);
+      check_rotary(report, random, head_dim, in_place);
+    }
   for (const int64_t width : {1, 3, 64, 577}) check_select_rows(report, random, width);
 }
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ConfigError
-from ..models import ModelConfig, build_model
+from ..models import ModelConfig, build_model, read_config
 from ..ops import Parameter
 from ..ops.cpu_count import num_usable_cores
 from ..ops.extension import load_extension, tuning_in_use
@@ -58,7 +58,7 @@ SHAPES = {
 
 
 def model_config(shape: str) -> ModelConfig:
-    return ModelConfig.from_dict(
+    return read_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": 49152,

@@ -1,18 +1,27 @@
 """What a request must satisfy before it may enter, apart from the scheduler's own limits.
 
 Owns the checks of prompts and sampling parameters against the facts of the loaded model, and what
-is filled in at admission: the seed and max_tokens. It must not know streams, the scheduler or the
-event loop. Invariant: a request that passes can't fail on the device for what it says.
+is filled in at admission: the seed (by `seed_source`) and max_tokens. It must not know streams, the
+scheduler or the event loop. Invariant: a request that passes can't fail on the device for what it
+says.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Collection, Sequence
+import functools
+import random
+from collections.abc import Callable, Collection, Sequence
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..protocol import Request, RunnerInfo, SamplingParams
 from ..text.tokenizer import Tokenizer
+
+
+def seed_source(seed: int) -> Callable[[], int]:
+    """Where requests without a seed get theirs: the same ones in the same order at each start, or
+    with -1 ones that nobody can foresee."""
+    source = random.SystemRandom() if seed < 0 else random.Random(seed)
+    return functools.partial(source.getrandbits, 63)
 
 
 def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
@@ -90,6 +99,7 @@ def build_request(
     prompt_token_ids: tuple[int, ...],
     sampling: SamplingParams,
     info: RunnerInfo,
+    draw_seed: Callable[[], int],
     *,
     request_id: str,
     model: str,
@@ -109,7 +119,7 @@ def build_request(
         model=model,
         prompt_token_ids=prompt_token_ids,
         sampling=sampling,
-        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        seed=draw_seed() if sampling.seed is None else sampling.seed,
         max_tokens=_resolve_max_tokens(len(prompt_token_ids), sampling, info.max_model_len),
         arrival_s=arrival_s,
         priority=priority,

@@ -41,6 +41,7 @@ from .admission import (
     check_prompt,
     check_text_fits,
     check_unicode,
+    seed_source,
 )
 from .device_thread import DeviceThread
 from .engine_loop import EngineLoop, EngineStats
@@ -79,18 +80,22 @@ class AsyncEngine:
         config: EngineConfig | str | None = None,
         *,
         runner: Runner | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | str | None = None,
         **overrides: Any,
     ) -> None:
         """`overrides` are fields of EngineConfig. A runner or tokenizer that is given is used
-        instead of the model's own. ConfigError."""
+        instead of the model's own (a tokenizer's name is the configuration's). ConfigError."""
+        if isinstance(tokenizer, str):
+            overrides, tokenizer = {**overrides, "tokenizer": tokenizer}, None
         self.config = resolve_config(config, overrides)
         self.created_s = int(time.time())
-        self.model_ids: tuple[str, ...] = (self.config.model_id,)
+        self.model_ids = self.config.model_ids
         self._status = EngineStatus.LOADING
         self._error: BaseException | None = None  # why the status is FAILED
+        self._draw_seed = seed_source(self.config.seed)
         self._given_runner = runner
         self._tokenizer = tokenizer
+        self._sampling_defaults: Mapping[str, Any] = {}
         self._info: RunnerInfo | None = None
         self._device: DeviceThread | None = None
         self._started = False  # by `start`, which is called once
@@ -197,6 +202,14 @@ class AsyncEngine:
             raise self._not_ready()
         return self._tokenizer
 
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of SamplingParams that the checkpoint recommends, for requests that don't say.
+        EngineNotReadyError before it is loaded."""
+        if self._info is None:
+            raise self._not_ready()
+        return self._sampling_defaults
+
     def stats(self) -> EngineStats:
         """Counters and gauges; zeros while loading, the last ones after the end."""
         for loop in self._loops.values():
@@ -265,7 +278,8 @@ class AsyncEngine:
         cache_salt: str = "",
         queue_places: int | None = None,
     ) -> TokenStream:
-        """A stream to enter with `async with`; nothing happens before, not even the checks.
+        """A stream to enter with `async with`; nothing happens before, not even the checks (but
+        those of a `sampling` that was changed after it was made, of which it takes a copy).
 
         `model` is one of `model_ids` (empty: the first). `priority`: lower runs first. Prefix
         blocks are shared only between equal `cache_salt`s. `queue_places`: for how many choices
@@ -276,12 +290,33 @@ class AsyncEngine:
             request_id=request_id or f"req-{secrets.token_hex(12)}",
             model=model or self.model_ids[0],
             prompt=prompt,
-            sampling=sampling or SamplingParams(),
+            sampling=(sampling or SamplingParams()).clone(),
             priority=priority,
             cache_salt=cache_salt,
             queue_places=queue_places,
             admit=self._admit,
         )
+
+    def check(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> SamplingParams:
+        """Raise what entering a stream of this would, and take nothing in.
+
+        Returns the sampling with a seed: who checks several requests before the first one runs
+        fixes which of them gets which of the engine's seeds.
+        """
+        loop = self._loop_of(self.model_ids[0])
+        request = build_request(
+            prompt_token_ids,
+            sampling,
+            self.info,
+            self._draw_seed,
+            request_id="",
+            model=self.model_ids[0],
+            arrival_s=0.0,
+            priority=0,
+            cache_salt="",
+        )
+        loop.scheduler.check_admissible(request)
+        return sampling.clone(seed=request.seed)
 
     async def abort(self, request_id: str) -> None:
         """End a request with ABORT deltas; nothing happens if there is none of that id."""
@@ -302,6 +337,7 @@ class AsyncEngine:
             prompt,
             stream.sampling,
             self.info,
+            self._draw_seed,
             request_id=stream.request_id,
             model=stream.model,
             arrival_s=stream.arrival_s or 0.0,
@@ -315,7 +351,8 @@ class AsyncEngine:
                 f"request_id: expected one that is not in use, got {request.request_id!r}",
                 param="request_id",
             )
-        mailbox = Mailbox(request.sampling, self.tokenizer)
+        after = request.prompt_token_ids[-1]
+        mailbox = Mailbox(request.sampling, self.tokenizer, after=after)
         loop.add(request, mailbox)
         abort = functools.partial(loop.abort, request.request_id)
         if stream.cancelled:
@@ -324,10 +361,10 @@ class AsyncEngine:
 
     def _loop_of(self, model: str) -> EngineLoop:
         self._check_ready()
-        if model not in self._loops:
+        if model not in self.model_ids:
             known = ", ".join(self.model_ids)
             raise UnknownModelError(f"model: expected one of {known}, got {model!r}")
-        return self._loops[model]
+        return self._loops[self.model_ids[0]]
 
     def _check_ready(self) -> None:
         if self._status is not EngineStatus.READY:
@@ -355,9 +392,10 @@ class AsyncEngine:
         self._device.loaded.add_done_callback(self._on_loaded)
 
     def _build_runner(self, progress: Callable[[str, float], None]) -> Runner:
-        """On the device thread. Nobody reads `_tokenizer` before `loaded` is set."""
+        """On the device thread. Nobody reads what it sets before `loaded` is set."""
         model = build_model(self.config, self._given_runner, self._tokenizer, progress)
         self._tokenizer = model.tokenizer
+        self._sampling_defaults = model.sampling_defaults
         return model.runner
 
     def _on_loaded(self, loaded: asyncio.Future[RunnerInfo]) -> None:
@@ -404,6 +442,12 @@ class AsyncEngine:
             info.max_model_len,
             info.ops,
         )
+        if self._sampling_defaults:
+            logger.info(
+                "requests that don't say get the checkpoint's %s; --generation-config vllm leaves "
+                "that out",
+                ", ".join(f"{name} {value}" for name, value in self._sampling_defaults.items()),
+            )
 
     def _on_output(self, output: StepOutput) -> None:
         for loop in self._loops.values():

@@ -52,7 +52,14 @@ class ChoiceOutput:
         "stop_reason",
     )
 
-    def __init__(self, choice: int, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        choice: int,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        after: int | None = None,
+    ) -> None:
         self.choice = choice
         self.num_tokens = 0
         self.queued = False  # in the mailbox, waiting for the reader
@@ -61,7 +68,9 @@ class ChoiceOutput:
         self._tokenizer = tokenizer
         self._min_tokens = sampling.min_tokens
         self._show_stop = sampling.include_stop_str_in_output
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=sampling.skip_special_tokens, after=after
+        )
         self._stop: StopChecker | None = None
         if sampling.stop:
             self._stop = StopChecker(sampling.stop, include_stop_str_in_output=self._show_stop)

@@ -62,6 +62,15 @@ class _Thread(threading.Thread):
     """To tell the threads made here from those of the program."""
 
 
+def program_has_threads() -> bool:
+    """Whether any is left, besides the main one and those made here, that the interpreter waits
+    for before it ends."""
+    return any(
+        not (one.daemon or one is threading.main_thread() or isinstance(one, _Thread))
+        for one in threading.enumerate()
+    )
+
+
 class DeviceThread:
     """Runs a Runner away from the event loop. Public methods belong to the loop's thread."""
 
@@ -194,10 +203,7 @@ class DeviceThread:
             return True
         if threading.main_thread().is_alive():
             return False
-        others = (one for one in threading.enumerate() if not isinstance(one, _Thread))
-        return not self._loop.is_running() or all(
-            one.daemon or one is threading.main_thread() for one in others
-        )
+        return not self._loop.is_running() or not program_has_threads()
 
     def _report(self, stage: str, fraction: float) -> None:
         if self._stopping:

@@ -1,21 +1,27 @@
 """From a configuration to a runner and a tokenizer: the one place where the engine builds them.
 
-Owns the order of loading and the check of the configuration. It must not know requests or the
-event loop; building happens on the device thread. Invariant: importing this module imports nothing
+Owns the order of loading, the check of the configuration, and which tokenizer, chat template and
+sampling defaults the model gets. It must not know requests or the event loop; building happens on
+the device thread. Invariant: importing this module imports nothing
 heavy, and building from a given runner and tokenizer imports nothing at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelLoadError
+from ..files import is_file, read_text
 from ..protocol import Runner
+from ..text.chat_template import ChatTemplate
+from ..text.gguf_metadata import gguf_eos_ids
 from ..text.tokenizer import Tokenizer
+from ..text.tokenizer_folder import declared_eos_ids
 
 if TYPE_CHECKING:
     from ..weights.hub import Checkpoint
@@ -23,25 +29,34 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float], None]
 
 
+def unwatched(stage: str, fraction: float) -> None:
+    """Progress that nobody looks at."""
+
+
 def resolve_config(config: EngineConfig | str | None, overrides: Mapping[str, Any]) -> EngineConfig:
     """The configuration with the overrides applied and every range checked. ConfigError."""
     if isinstance(config, str):
         config = EngineConfig(model=config)
-    fields = msgspec.to_builtins(config or EngineConfig())
+    fields = EngineConfig.__struct_fields__
     for name in overrides:
         if name not in fields:
             raise ConfigError(f"expected a field of EngineConfig ({', '.join(fields)}), got {name}")
-    try:
-        return msgspec.convert(fields | dict(overrides), EngineConfig)
-    except msgspec.ValidationError as exc:
-        raise ConfigError(f"EngineConfig: {exc}") from None
+    return msgspec.structs.replace(config or EngineConfig(), **overrides)
 
 
 class Model(NamedTuple):
-    """The two halves of a model: the device's and the text's."""
+    """The two halves of a model, the device's and the text's, and what it recommends."""
 
     runner: Runner
     tokenizer: Tokenizer
+    sampling_defaults: Mapping[str, Any]  # fields of SamplingParams
+
+
+class TextSide(NamedTuple):
+    """What a checkpoint has besides weights."""
+
+    tokenizer: Tokenizer
+    sampling_defaults: Mapping[str, Any]  # fields of SamplingParams
 
 
 def build_model(
@@ -52,30 +67,106 @@ def build_model(
 ) -> Model:
     """Build what is not given. The runner has still to `load`. ModelLoadError, ConfigError."""
     if runner is not None and tokenizer is not None:
-        return Model(runner, tokenizer)
+        return Model(runner, tokenizer, {})
     from ..weights.hub import resolve_checkpoint
 
+    read_chat_template(config)  # before a download: what is wrong with it is quickly said
     progress("finding the checkpoint", 0.0)
-    checkpoint = resolve_checkpoint(config.model, progress)
+    checkpoint = resolve_checkpoint(
+        config.model, progress, revision=config.revision, download_dir=config.download_dir
+    )
+    sampling_defaults: Mapping[str, Any] = {}
     if tokenizer is None:
         progress("reading the tokenizer", 0.0)
-        tokenizer = read_tokenizer(checkpoint)
+        tokenizer, sampling_defaults = read_text_side(config, checkpoint, progress)
     if runner is None:
         progress("importing the runner", 0.0)
         from ..runner.select import build_runner
 
         runner = build_runner(config, checkpoint)
-    return Model(runner, tokenizer)
+    return Model(runner, tokenizer, sampling_defaults)
 
 
-def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer that a checkpoint brings. ModelLoadError."""
-    if checkpoint.kind == "huggingface":
-        return Tokenizer.from_folder(checkpoint.path)
+def read_text_side(
+    config: EngineConfig, checkpoint: Checkpoint, progress: Progress = unwatched
+) -> TextSide:
+    """The tokenizer that the configuration asks for, and the checkpoint's sampling defaults.
+    ModelLoadError, ConfigError."""
+    from ..weights.hub import resolve_tokenizer
+    from ..weights.sampling_defaults import folder_sampling_defaults, gguf_sampling_defaults
+
+    path = checkpoint.path
+    metadata = None if checkpoint.kind == "huggingface" else _metadata(path)
+    defaults: Mapping[str, Any] = {}
+    if config.generation_config == "auto":
+        defaults = (
+            folder_sampling_defaults(path)
+            if metadata is None
+            else gguf_sampling_defaults(metadata, path)
+        )
+    template = read_chat_template(config)
+    if not config.tokenizer:
+        return TextSide(_build_tokenizer(path, metadata, template), defaults)
+    eos_ids = declared_eos_ids(path) if metadata is None else gguf_eos_ids(metadata)
+    other = resolve_tokenizer(config.tokenizer, progress, download_dir=config.download_dir)
+    tokenizer = read_tokenizer(other, chat_template=template, more_eos_ids=eos_ids)
+    return TextSide(tokenizer, defaults)
+
+
+def read_tokenizer(
+    checkpoint: Checkpoint,
+    *,
+    chat_template: str | None = None,
+    more_eos_ids: Collection[int] = (),
+) -> Tokenizer:
+    """The tokenizer that a checkpoint brings, with another chat template and end tokens besides its
+    own if they are given. ModelLoadError."""
+    path = checkpoint.path
+    metadata = None if checkpoint.kind == "huggingface" else _metadata(path)
+    return _build_tokenizer(path, metadata, chat_template, more_eos_ids)
+
+
+def read_chat_template(config: EngineConfig) -> str | None:
+    """The template of --chat-template, which compiles; None without one. ConfigError."""
+    if not config.chat_template:
+        return None
+    file = Path(config.chat_template).expanduser()
+    try:
+        if not is_file(file):
+            raise ModelLoadError(f"{file}: expected a file with a Jinja template, got no such file")
+        source = read_text(file)
+        ChatTemplate(source)
+    except ModelLoadError as error:
+        reason = error.message.partition("; ")[0]
+        raise ConfigError(
+            f"--chat-template {config.chat_template}: {reason}; mend the file, or leave the flag "
+            "out to use the checkpoint's"
+        ) from None
+    return source
+
+
+def _metadata(path: Path) -> Mapping[str, Any]:
     from ..weights.gguf import GGUFFile
 
-    file = GGUFFile(checkpoint.path)
+    file = GGUFFile(path)
+    file.close()
+    return file.metadata
+
+
+def _build_tokenizer(
+    path: Path,
+    metadata: Mapping[str, Any] | None,
+    chat_template: str | None,
+    more_eos_ids: Collection[int] = (),
+) -> Tokenizer:
+    """From a GGUF file's metadata, or from a folder. What is wrong names it."""
     try:
-        return Tokenizer.from_gguf(file.metadata)
-    finally:
-        file.close()
+        if metadata is None:
+            return Tokenizer.from_folder(
+                path, chat_template=chat_template, more_eos_ids=more_eos_ids
+            )
+        return Tokenizer.from_gguf(metadata, chat_template=chat_template, more_eos_ids=more_eos_ids)
+    except ModelLoadError as error:
+        if error.message.startswith(str(path)):
+            raise
+        raise ModelLoadError(f"{path}: {error.message.removeprefix('GGUF: ')}") from None

@@ -32,8 +32,13 @@ if TYPE_CHECKING:
 class Mailbox:
     """One request's output: the engine pushes, the reader takes."""
 
-    def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
-        self.choices = tuple(ChoiceOutput(i, sampling, tokenizer) for i in range(sampling.n))
+    def __init__(
+        self, sampling: SamplingParams, tokenizer: Tokenizer, *, after: int | None = None
+    ) -> None:
+        """`after` is the prompt's last token."""
+        self.choices = tuple(
+            ChoiceOutput(i, sampling, tokenizer, after=after) for i in range(sampling.n)
+        )
         self.error: StreamkvError | None = None
         self.num_cached_tokens = 0
         self.first_token_s: float | None = None
@@ -41,6 +46,7 @@ class Mailbox:
         self._num_unfinished = sampling.n
         self._ready: deque[ChoiceOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._waits_for_all = False  # the waiter, for the end
         self._num_taken_logprobs = 0  # since the loop has run
 
     @property
@@ -102,12 +108,14 @@ class Mailbox:
             self._num_taken_logprobs = 0
             await asyncio.sleep(0)
 
-    async def wait(self) -> None:
-        """Until there is something to take, or all is done. One reader at a time."""
+    async def wait(self, *, for_all: bool = False) -> None:
+        """Until there is something to take, or all is done; `for_all`: until all is done, with one
+        wake-up however many tokens come. One reader at a time."""
         if self._waiter is not None:
             raise RuntimeError("expected one reader per stream, got a second task in __anext__")
-        if self._ready or self.done:
+        if self.done or (self._ready and not for_all):
             return
+        self._waits_for_all = for_all
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -126,6 +134,8 @@ class Mailbox:
 
     def _wake(self) -> None:
         waiter = self._waiter
+        if self._waits_for_all and not self.done:
+            return
         # A reader that was left behind by a loop that is closed can't be woken.
         if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
             waiter.set_result(None)

@@ -163,6 +163,8 @@ class TokenStream:
     async def _collect(
         self, take_logprobs: Callable[[TokenDelta], None] | None
     ) -> list[Completion]:
+        if take_logprobs is None or self.sampling.logprobs is None:  # nothing is wanted before
+            await self._open_admission().mailbox.wait(for_all=True)
         parts: list[list[TokenDelta]] = [[] for _ in range(self.sampling.n)]
         async for delta in self:
             if take_logprobs is not None and delta.logprobs:

@@ -14,7 +14,10 @@ SAME = "float32"  # against: the model's own numbers
 NOTHING = "none"
 
 # Of EngineConfig: the rest is fixed by what an evaluation is, or a list below.
-ENGINE_FLAGS = ("model", "block_size", "threads", "gpu_memory_utilization", "packed_cache_gib")
+ENGINE_FLAGS = (
+    *("model", "download_dir", "block_size", "threads", "gpu_memory_utilization"),
+    "packed_cache_gib",
+)
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,9 +20,9 @@ from ..bench.report import aligned, machine, rounded
 from ..config import EngineConfig
 from ..engine.loading import read_tokenizer
 from ..errors import ConfigError, StreamkvError
-from ..models import ModelConfig
+from ..models import read_config
 from ..weights.hub import Checkpoint, resolve_checkpoint
-from ..weights.loader import open_checkpoint
+from ..weights.loader import opened_checkpoint
 from .native import NativeModel, sized
 from .options import EvalConfig
 from .oracle import Oracle
@@ -81,7 +81,7 @@ class Evaluation:
         self, config: EngineConfig, *, is_reference: bool = False, transformers: bool = False
     ) -> None:
         """Load a model and score it, unless the same was scored before."""
-        checkpoint = resolve_checkpoint(config.model)
+        checkpoint = resolve_checkpoint(config.model, download_dir=config.download_dir)
         model = NativeModel(sized(config, self._lengths), checkpoint)
         try:
             formats = model.loaded.formats
@@ -140,11 +140,8 @@ class Evaluation:
 
 def oracle_of(model: NativeModel, checkpoint: Checkpoint) -> Oracle:
     """transformers on the weights of `model`, which must outlive this call only."""
-    source = open_checkpoint(checkpoint)
-    try:
+    with opened_checkpoint(checkpoint) as source:
         config = source.config
-    finally:
-        source.close()
     loaded = model.loaded
     parameters = list(loaded.model.parameters())
     return Oracle(config, parameters, loaded.weights, loaded.team.num_threads)
@@ -157,7 +154,8 @@ def print_eval(engine_config: EngineConfig, options: EvalConfig, given: Containe
     ways = ways_of(engine_config, options)
     characters = read_characters(options.text, options.max_tokens)
     names = [engine_config.model, *options.also, *([reference.model] if reference else [])]
-    texts = {name: _text_for(characters, name) for name in dict.fromkeys(names)}
+    downloads = engine_config.download_dir
+    texts = {name: _text_for(characters, name, downloads) for name in dict.fromkeys(names)}
     text, (_, vocab_size) = texts[engine_config.model]
     for name, (own, (_, own_vocab_size)) in texts.items():
         _check_tokens(name, own == text, own_vocab_size, vocab_size)
@@ -186,14 +184,11 @@ class Sizes(NamedTuple):
     vocab_size: int
 
 
-def _text_for(characters: Characters, model: str) -> tuple[EvalText, Sizes]:
+def _text_for(characters: Characters, model: str, download_dir: str) -> tuple[EvalText, Sizes]:
     """The text in a model's tokens. ConfigError for one that it has no embedding for."""
-    checkpoint = resolve_checkpoint(model)
-    source = open_checkpoint(checkpoint)
-    try:
-        config = ModelConfig.from_dict(source.config)
-    finally:
-        source.close()
+    checkpoint = resolve_checkpoint(model, download_dir=download_dir)
+    with opened_checkpoint(checkpoint) as source:
+        config = read_config(source.config)
     tokenizer = read_tokenizer(checkpoint)
     text = characters.tokens(tokenizer)
     greatest = max(text.token_ids)
@@ -203,7 +198,7 @@ def _text_for(characters: Characters, model: str) -> tuple[EvalText, Sizes]:
             f"{config.vocab_size}, got token {greatest} ({tokenizer.decode([greatest])!r}) in the "
             "text; the tokenizer and the weights don't belong together"
         )
-    return text, Sizes(config.max_position_embeddings, config.vocab_size)
+    return text, Sizes(config.max_context_len, config.vocab_size)
 
 
 def _check_tokens(model: str, is_same_text: bool, vocab_size: int, expected: int) -> None:

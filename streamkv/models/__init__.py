@@ -5,23 +5,38 @@ Model files compute through `ops.Ops` only and never import torch.
 
 from __future__ import annotations
 
-from ..errors import ModelLoadError
-from .config import ModelConfig
-from .llama import LlamaForCausalLM
+from collections.abc import Mapping
+from typing import Any
 
-MODELS = {
+from ..errors import ModelLoadError
+from .config import ModelConfig, read_architecture
+from .decoder import CausalLM
+from .llama import LlamaForCausalLM
+from .mistral import MistralForCausalLM
+from .qwen2 import Qwen2ForCausalLM
+from .qwen3 import Qwen3ForCausalLM
+
+MODELS: Mapping[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
 
-__all__ = ["MODELS", "ModelConfig", "build_model"]
+__all__ = ["MODELS", "CausalLM", "ModelConfig", "build_model", "read_config"]
 
 
-def build_model(config: ModelConfig) -> LlamaForCausalLM:
-    """The model of `config.architecture`, without weights. ModelLoadError if there is none."""
-    model_class = MODELS.get(config.architecture)
-    if model_class is None:
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """The facts in the content of a config.json. ModelLoadError names the key at fault."""
+    architecture = read_architecture(config)
+    if architecture not in MODELS:
         raise ModelLoadError(
-            f"model config: architecture {config.architecture!r:.100} is not supported; "
+            f"model config: architecture {architecture!r:.100} is not supported; "
             f"supported: {', '.join(MODELS)}"
         )
-    return model_class(config)
+    return MODELS[architecture].read_config(config)
+
+
+def build_model(config: ModelConfig) -> CausalLM:
+    """The model that has these facts, without weights."""
+    return MODELS[config.architecture](config)

@@ -1,8 +1,9 @@
 """ModelConfig: the facts of a checkpoint that a model is built from.
 
-Owns the reading of a Hugging Face `config.json` (other formats are translated to its names before
-they come here). Knows nothing of files, weights or devices. Invariant: a ModelConfig describes a
-model this package computes exactly; what it can't compute is a ModelLoadError, never ignored.
+Owns what architectures read alike from a Hugging Face `config.json` (other formats are translated
+to its names before they come here); what only one of them says is read in its own file. Knows
+nothing of files, weights or devices. Invariant: a ModelConfig describes a model this package
+computes exactly; what it can't compute is a ModelLoadError, never ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_LAYERS = 4096  # a broken config must not make us build a billion layers
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and switches of a decoder-only transformer, by their Hugging Face names."""
+    """Sizes and switches of a decoder-only transformer."""
 
     architecture: str
     vocab_size: int
@@ -31,43 +32,62 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
+    sliding_window: int | None  # the last tokens that some layers attend to; None: all do to all
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
 
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read the content of a config.json. Raises ModelLoadError naming the key at fault."""
-        hidden_size = read_size(config, "hidden_size")
-        num_heads = read_size(config, "num_attention_heads")
-        max_positions = read_size(config, "max_position_embeddings", default=2048)
-        model_config = cls(
-            architecture=_architecture(config),
-            vocab_size=read_size(config, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=read_size(config, "intermediate_size"),
-            num_hidden_layers=read_size(config, "num_hidden_layers", most=MAX_LAYERS),
-            num_attention_heads=num_heads,
-            num_key_value_heads=read_size(config, "num_key_value_heads", default=num_heads),
-            head_dim=read_size(config, "head_dim", default=hidden_size // num_heads),
-            max_position_embeddings=max_positions,
-            rms_norm_eps=read_number(config, "rms_norm_eps", default=1e-6),
-            rope=read_rope(config, max_positions),
-            tie_word_embeddings=read_switch(config, "tie_word_embeddings"),
-            attention_bias=read_switch(config, "attention_bias"),
-            mlp_bias=read_switch(config, "mlp_bias"),
-        )
-        _check_supported(config, model_config)
-        return model_config
+    @property
+    def max_context_len(self) -> int:
+        """Tokens that a sequence may have. Attention is computed over all of them, which is the
+        same as over a window while they fit into it."""
+        longest = self.max_position_embeddings
+        return min(longest, self.sliding_window or longest)
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def read_architecture(config: Mapping[str, Any]) -> str:
+    """The name of the class that a config.json was made for. ModelLoadError."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise unexpected("architectures", "a list with a class name", architectures)
     return str(architectures[0])
+
+
+def read_decoder(
+    config: Mapping[str, Any],
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    sliding_window: int | None = None,
+) -> ModelConfig:
+    """What all architectures say alike, and their own, given. ModelLoadError names the key."""
+    hidden_size = read_size(config, "hidden_size")
+    num_heads = read_size(config, "num_attention_heads")
+    max_positions = read_size(config, "max_position_embeddings")
+    model_config = ModelConfig(
+        architecture=read_architecture(config),
+        vocab_size=read_size(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=read_size(config, "intermediate_size"),
+        num_hidden_layers=read_size(config, "num_hidden_layers", most=MAX_LAYERS),
+        num_attention_heads=num_heads,
+        num_key_value_heads=read_size(config, "num_key_value_heads", default=num_heads),
+        head_dim=read_size(config, "head_dim", default=hidden_size // num_heads),
+        max_position_embeddings=max_positions,
+        sliding_window=sliding_window,
+        rms_norm_eps=read_number(config, "rms_norm_eps", default=1e-6),
+        rope=read_rope(config, max_positions),
+        tie_word_embeddings=read_switch(config, "tie_word_embeddings"),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+    )
+    _check_supported(config, model_config)
+    return model_config
 
 
 def _check_supported(config: Mapping[str, Any], model_config: ModelConfig) -> None:

@@ -15,14 +15,19 @@ MAX_SIZE = 2**31 - 1
 
 
 def read_size(
-    config: Mapping[str, Any], key: str, *, default: int | None = None, most: int = MAX_SIZE
+    config: Mapping[str, Any],
+    key: str,
+    *,
+    default: int | None = None,
+    least: int = 1,
+    most: int = MAX_SIZE,
 ) -> int:
-    """A whole number in [1, most]; `default` stands for a missing key or null."""
+    """A whole number in [least, most]; `default` stands for a missing key or null."""
     value = config.get(key)
     if value is None and default is not None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise unexpected(key, f"a whole number from 1 to {most}", value)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise unexpected(key, f"a whole number from {least} to {most}", value)
     return value
 
 

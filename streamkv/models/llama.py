@@ -1,151 +1,29 @@
-"""Llama (Touvron et al., 2023): RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""Llama (Touvron et al., 2023; Dubey et al., 2024): the plain decoder.
 
-Owns the architecture and nothing else; computes only through `Ops`. Module names equal the names
-in Hugging Face checkpoints.
-
-Shapes: T tokens in the step, R rows that want logits, H hidden size, I intermediate size.
+Its config may ask for biases in all projections of attention, or of the MLP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
-from ..ops import AttentionShape, Batch, Handle, Ops, Parameter, Rope
-from .config import ModelConfig
-from .layers import GatedLinear, Linear, RMSNorm, plain_parameter
-from .rope import build_rope
+from .config import ModelConfig, read_decoder
+from .config_values import read_switch
+from .decoder import CausalLM
+
+DEFAULTS = {"max_position_embeddings": 2048}
 
 
-class Attention:
-    """Causal self-attention over the paged KV cache."""
+class LlamaForCausalLM(CausalLM):
+    """Llama 1 to 3.3, and what was built like them."""
 
-    def __init__(self, config: ModelConfig, layer: int, rope: Rope) -> None:
-        name = f"model.layers.{layer}.self_attn"
-        self.layer = layer
-        self.rope = rope
-        self.shape = AttentionShape(
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> ModelConfig:
+        has_bias = read_switch(config, "attention_bias")
+        return read_decoder(
+            {**DEFAULTS, **config},
+            qkv_bias=has_bias,
+            o_bias=has_bias,
+            mlp_bias=read_switch(config, "mlp_bias"),
         )
-        self.scale = config.head_dim**-0.5
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.qkv_proj = Linear(
-            f"{name}.qkv_proj",
-            config.hidden_size,
-            {
-                f"{name}.q_proj": self.shape.q_width,
-                f"{name}.k_proj": kv_width,
-                f"{name}.v_proj": kv_width,
-            },
-            bias=config.attention_bias,
-        )
-        self.o_proj = Linear(
-            f"{name}.o_proj",
-            self.shape.q_width,
-            {f"{name}.o_proj": config.hidden_size},
-            bias=config.attention_bias,
-        )
-
-    def __call__(self, ops: Ops, x: Handle, residual: Handle, batch: Batch) -> Handle:
-        qkv = self.qkv_proj(ops, x)  # [T, qkv_width]
-        qkv = ops.rotary(qkv, batch.positions, self.rope, self.shape)
-        ops.store_kv(qkv, batch, self.layer, self.shape)
-        attended = ops.paged_attention(qkv, batch, self.layer, self.shape, self.scale)
-        return self.o_proj(ops, attended, residual)  # [T, H]
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield from self.qkv_proj.parameters()
-        yield from self.o_proj.parameters()
-
-
-class MLP:
-    """residual + down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        name = f"model.layers.{layer}.mlp"
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = GatedLinear(
-            f"{name}.gate_up_proj",
-            hidden,
-            f"{name}.gate_proj",
-            f"{name}.up_proj",
-            intermediate,
-            bias=config.mlp_bias,
-        )
-        self.down_proj = Linear(
-            f"{name}.down_proj", intermediate, {f"{name}.down_proj": hidden}, bias=config.mlp_bias
-        )
-
-    def __call__(self, ops: Ops, x: Handle, residual: Handle) -> Handle:
-        return self.down_proj(ops, self.gate_up_proj(ops, x), residual)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield from self.gate_up_proj.parameters()
-        yield from self.down_proj.parameters()
-
-
-class DecoderLayer:
-    """Attention and MLP, each after its norm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, layer: int, rope: Rope) -> None:
-        name, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", hidden, eps)
-        self.self_attn = Attention(config, layer, rope)
-        self.post_attention_layernorm = RMSNorm(f"{name}.post_attention_layernorm", hidden, eps)
-        self.mlp = MLP(config, layer)
-
-    def attend(self, ops: Ops, x: Handle, batch: Batch) -> Handle:
-        """The first half, [T, H] -> [T, H]: all in which tokens see each other."""
-        return self.self_attn(ops, self.input_layernorm(ops, x), x, batch)
-
-    def transform(self, ops: Ops, x: Handle) -> Handle:
-        """The second half, row by row."""
-        return self.mlp(ops, self.post_attention_layernorm(ops, x), x)
-
-    def parameters(self) -> Iterator[Parameter]:
-        for part in (
-            self.input_layernorm,
-            self.self_attn,
-            self.post_attention_layernorm,
-            self.mlp,
-        ):
-            yield from part.parameters()
-
-
-class LlamaForCausalLM:
-    """The whole model: token ids of a step -> hidden states -> logits."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        table = (config.vocab_size, config.hidden_size)
-        rope = build_rope(config.rope, config.head_dim, config.max_position_embeddings)
-        self.embed_tokens = plain_parameter("model.embed_tokens.weight", table)
-        self.layers = [
-            DecoderLayer(config, layer, rope) for layer in range(config.num_hidden_layers)
-        ]
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps)
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = plain_parameter("lm_head.weight", table)
-
-    def parameters(self) -> Iterator[Parameter]:
-        """Every weight once, in the order of computation."""
-        yield self.embed_tokens
-        for layer in self.layers:
-            yield from layer.parameters()
-        yield from self.norm.parameters()
-        if self.lm_head is not self.embed_tokens:
-            yield self.lm_head
-
-    def forward(self, ops: Ops, batch: Batch) -> Handle:
-        """Hidden states [R, H] of the rows that want logits; the KV of all T tokens is stored."""
-        *layers, last = self.layers
-        x = ops.embedding(batch.token_ids, self.embed_tokens)  # [T, H], the residual stream
-        for layer in layers:
-            x = layer.transform(ops, layer.attend(ops, x, batch))
-        # After the last attention each row is on its own: only those that want logits go on.
-        x = ops.select_rows(last.attend(ops, x, batch), batch.logit_rows)
-        return self.norm(ops, last.transform(ops, x))
-
-    def logits(self, ops: Ops, hidden: Handle) -> Handle:
-        """[R, H] -> [R, vocab_size]."""
-        return ops.linear(hidden, self.lm_head)

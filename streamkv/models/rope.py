@@ -100,7 +100,7 @@ def _read_scaling(
     key: str, values: Mapping[str, Any], config: Mapping[str, Any], max_positions: int
 ) -> RopeScaling:
     kind = values.get("rope_type", values.get("type", "default"))
-    if values.get("type", kind) != kind:
+    if "type" in values and values["type"] != kind:
         raise unexpected(f"{key}.type", f"{kind!r:.100} like rope_type", values["type"])
     if values.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise unexpected("partial_rotary_factor", "1.0", values["partial_rotary_factor"])

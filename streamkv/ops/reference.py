@@ -21,8 +21,12 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019)."""
+    return _normed(x, weight, eps).to(weight.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     mean_square = x.square().mean(dim=-1, keepdim=True)
-    return (x * torch.rsqrt(mean_square + eps) * weight.float()).to(weight.dtype)
+    return x * torch.rsqrt(mean_square + eps) * weight.float()
 
 
 def linear(
@@ -49,6 +53,16 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cuda and x.dtype is torch.bfloat16:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
+
+
+def head_rms_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, shape: AttentionShape
+) -> Tensor:
+    """rms_norm of each Q and K head by itself (query-key norms, Henry et al., 2020)."""
+    heads = qkv.unflatten(1, (-1, shape.head_dim))  # [T, Q heads + K heads + V heads, head_dim]
+    q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    normed = [_normed(q, q_weight, eps), _normed(k, k_weight, eps), v]
+    return torch.cat(normed, dim=1).flatten(1)
 
 
 def rotary(qkv: Tensor, positions: Tensor, cos_sin: Tensor, shape: AttentionShape) -> Tensor:
@@ -132,6 +146,7 @@ REFERENCE = KernelTable(
     rms_norm=rms_norm,
     linear=linear,
     linear_silu_mul=linear_silu_mul,
+    head_rms_norm=head_rms_norm,
     rotary=rotary,
     store_kv=store_kv,
     paged_attention=paged_attention,

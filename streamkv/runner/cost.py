@@ -19,6 +19,7 @@ from .program import (
     ACTIVATION_BYTES,
     Embedding,
     Extent,
+    HeadRmsNorm,
     Linear,
     LinearSiluMul,
     Op,
@@ -96,10 +97,12 @@ def cost_of(spec: ProgramSpec, op: Op, step: StepShape, formats: ModelFormats) -
                 formats.matrices[op.weight.name].num_bytes + vector + moved(op.x, residual, op.out),
                 2 * _num_rows(spec, op.x, step) * outputs * depth,
             )
+        case HeadRmsNorm():
+            norms = 2 * op.shape.head_dim * ACTIVATION_BYTES
+            return Cost(moved(op.x, op.out) + norms, 4 * step.num_tokens * _qk_width(op.shape))
         case Rotary():
-            width = (op.shape.num_heads + op.shape.num_kv_heads) * op.shape.head_dim
             table = step.num_tokens * op.shape.head_dim * ACTIVATION_BYTES
-            return Cost(moved(op.x, op.out) + table, 3 * step.num_tokens * width)
+            return Cost(moved(op.x, op.out) + table, 3 * step.num_tokens * _qk_width(op.shape))
         case StoreKv():
             width = 2 * op.shape.num_kv_heads * op.shape.head_dim
             read = step.num_tokens * width * ACTIVATION_BYTES
@@ -117,6 +120,10 @@ def cost_of(spec: ProgramSpec, op: Op, step: StepShape, formats: ModelFormats) -
             return Cost(moved(op.x, op.out), 2 * num_values)
 
 
+def _qk_width(shape: AttentionShape) -> int:
+    return (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+
+
 def _num_rows(spec: ProgramSpec, buffer: int, step: StepShape) -> int:
     is_tokens = spec.buffers[buffer].extent is Extent.TOKENS
     return step.num_tokens if is_tokens else step.num_logit_rows
@@ -127,7 +134,7 @@ def label(op: Op) -> str:
     weight: Parameter | None = getattr(op, "weight", None)
     if weight is not None:
         return LAYER_NUMBER.sub(".*.", weight.name.removesuffix(".weight"))
-    if isinstance(op, (Rotary, StoreKv, PagedAttention)):
+    if isinstance(op, (HeadRmsNorm, Rotary, StoreKv, PagedAttention)):
         shape = op.shape
         return f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
     return "to int8" if isinstance(op, Quantize) else "rows that want logits"

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelLoadError
-from ..models import ModelConfig, build_model
-from ..models.llama import LlamaForCausalLM
+from ..models import CausalLM, ModelConfig, build_model, read_config
 from ..ops.cpu_count import num_usable_cores
 from ..ops.extension import load_extension
 from ..protocol import RunnerInfo
@@ -30,7 +29,7 @@ from ..weights.loader import (
     WeightSource,
     check_names_and_shapes,
     load_packed,
-    open_checkpoint,
+    opened_checkpoint,
 )
 from .formats import ModelFormats
 from .kv_cache import (
@@ -55,7 +54,7 @@ class CpuModel(NamedTuple):
     """All that a step needs but the rows. Whoever drops it gives the memory back."""
 
     cpu: ModuleType
-    model: LlamaForCausalLM
+    model: CausalLM
     plan: KVCachePlan
     team: Any  # _cpu.Team
     weights: PackedWeights
@@ -124,13 +123,10 @@ def load_cpu_model(
     num_threads = config.threads or num_usable_cores()
     share.measure(available_memory_bytes)
     progress("opening checkpoint", 0.0)
-    source = open_checkpoint(checkpoint)
-    try:
-        model = build_model(ModelConfig.from_dict(source.config))
+    with opened_checkpoint(checkpoint) as source:
+        model = build_model(read_config(source.config))
         with _explained("the weights"), _explained_threads(num_threads):
             weights = _load_weights(cpu, source, model, config, num_threads, share, progress)
-    finally:
-        source.close()
     progress("allocating KV cache", 1.0)
     plan, cache = _take_kv_cache(cpu, config, model.config, share)
     progress("starting threads", 1.0)
@@ -143,7 +139,7 @@ def load_cpu_model(
 def _load_weights(
     cpu: ModuleType,
     source: WeightSource,
-    model: LlamaForCausalLM,
+    model: CausalLM,
     config: EngineConfig,
     num_threads: int,
     share: MemoryShare,
@@ -174,7 +170,7 @@ def _load_weights(
 
 
 def effective_quantization(
-    config: EngineConfig, source: WeightSource, model: LlamaForCausalLM
+    config: EngineConfig, source: WeightSource, model: CausalLM
 ) -> Quantization:
     """What to do with these weights: keep their formats (auto), make floats of them (none), or
     quantize floats. ConfigError for wishes that the checkpoint doesn't allow. Names were checked.

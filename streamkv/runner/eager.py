@@ -82,6 +82,19 @@ class Eager:
 
         return self._quantized_after(make, lambda dtype: gating_makes(dtype, matrix))
 
+    def head_rms_norm(
+        self,
+        qkv: Array,
+        q_weight: Parameter,
+        k_weight: Parameter,
+        eps: float,
+        shape: AttentionShape,
+    ) -> Array:
+        q_norm, k_norm = self._weights[q_weight.name], self._weights[k_weight.name]
+        return self._cpu.ops.head_rms_norm(
+            self._team, qkv, q_norm, k_norm, eps, shape.num_heads, shape.num_kv_heads
+        )
+
     def rotary(self, qkv: Array, positions: Array, rope: Rope, shape: AttentionShape) -> Array:
         table = self._rope_tables.get(rope)
         if table is None:

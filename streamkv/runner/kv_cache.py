@@ -7,6 +7,7 @@ before it, and what the budget gave out never exceeds it unless the operator sai
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,11 @@ MAX_SLOTS = 2**31 - 1  # kernels number them in int32
 # half a second is as much as streams should see: 16 million tokens at the usual block size.
 MAX_BLOCKS = 1 << 20
 MIN_MODEL_LEN = 2  # a token of prompt and one of answer
+LENGTH = "max_model_len (--max-model-len)"  # for messages
 KV_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 KV_SCALE_BYTES = 4  # of int8, for each token and head, of keys as of values
+
+logger = logging.getLogger(__name__)
 
 
 class KVCachePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,8 +134,8 @@ def workspace_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     heads = model_config.num_attention_heads + 2 * model_config.num_key_value_heads
     widths = 4 * model_config.hidden_size + 3 * model_config.intermediate_size
     per_token = 4 * (widths + 2 * heads * model_config.head_dim)
-    max_positions = model_config.max_position_embeddings
-    num_tokens = max_step_tokens(config, min(config.max_model_len or max_positions, max_positions))
+    longest = model_config.max_context_len
+    num_tokens = max_step_tokens(config, min(config.max_model_len or longest, longest))
     return num_tokens * per_token + config.max_num_seqs * model_config.vocab_size * 12
 
 
@@ -144,6 +148,14 @@ def plan_memory(
     limit_bytes: int | None,
 ) -> KVCachePlan:
     """The KV cache that fits beside the largest step."""
+    longest, positions = model_config.max_context_len, model_config.max_position_embeddings
+    if longest < positions and not config.max_model_len:
+        logger.info(
+            "the context is %d tokens, not the checkpoint's %d: its layers attend to a window of "
+            "that size, and what is longer isn't computed",
+            longest,
+            positions,
+        )
     workspace = workspace_bytes(config, model_config)
     if workspace > free_bytes and not config.num_gpu_blocks_override:
         raise ConfigError(
@@ -158,7 +170,7 @@ def plan_memory(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
-        max_position_embeddings=model_config.max_position_embeddings,
+        max_context_len=model_config.max_context_len,
         num_blocks_override=config.num_gpu_blocks_override,
     )
 
@@ -171,7 +183,7 @@ def plan_kv_cache(
     block_size: int,
     max_num_seqs: int,
     max_model_len: int,
-    max_position_embeddings: int,
+    max_context_len: int,
     num_blocks_override: int,
 ) -> KVCachePlan:
     """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
@@ -183,22 +195,22 @@ def plan_kv_cache(
     """
     if 0 < max_model_len < MIN_MODEL_LEN:
         raise ConfigError(
-            f"max_model_len: expected at least {MIN_MODEL_LEN} tokens, one of prompt and one of "
-            f"answer, got {max_model_len}"
+            f"{LENGTH}: expected at least {MIN_MODEL_LEN} tokens, one of prompt and one of answer, "
+            f"got {max_model_len}"
         )
-    if max_model_len > max_position_embeddings:
+    if max_model_len > max_context_len:
         raise ConfigError(
-            f"max_model_len: expected at most the {max_position_embeddings} positions of the "
-            f"checkpoint, got {max_model_len}"
+            f"{LENGTH}: expected at most {max_context_len}, the positions of the checkpoint "
+            f"or the window of its layers, got {max_model_len}"
         )
-    length = max_model_len or max_position_embeddings
+    length = max_model_len or max_context_len
     blocks_per_sequence = -(-length // block_size)
     max_blocks = min(MAX_BLOCKS, MAX_SLOTS // block_size)
     if num_blocks_override > max_blocks:
         raise ConfigError(
-            f"num_gpu_blocks_override: expected at most {max_blocks} blocks of {block_size} "
-            f"tokens, got {num_blocks_override}; larger blocks hold more: raise --block-size "
-            f"({block_size})"
+            f"num_gpu_blocks_override (--num-gpu-blocks-override): expected at most {max_blocks} "
+            f"blocks of {block_size} tokens, got {num_blocks_override}; larger "
+            f"blocks hold more: raise --block-size ({block_size})"
         )
     if num_blocks_override:
         num_blocks = num_blocks_override
@@ -210,12 +222,12 @@ def plan_kv_cache(
         num_blocks = max(1, min(affordable, max_num_seqs * blocks_per_sequence, max_blocks))
     if max_model_len and blocks_per_sequence > max_blocks:
         raise ConfigError(
-            f"max_model_len {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
+            f"{LENGTH}: {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
             f"tokens, expected at most {max_blocks}: raise --block-size"
         )
     if max_model_len and num_blocks < blocks_per_sequence:
         raise ConfigError(
-            f"max_model_len {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
+            f"{LENGTH}: {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
             f"tokens ({format_bytes(blocks_per_sequence * block_bytes)}), there are {num_blocks} "
             f"({format_bytes(num_blocks * block_bytes)}): lower --max-model-len to "
             f"{num_blocks * block_size} or give more memory"

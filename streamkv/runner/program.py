@@ -103,6 +103,17 @@ class LinearSiluMul:
 
 
 @dataclass(frozen=True)
+class HeadRmsNorm:
+    name: ClassVar[str] = "head_rms_norm"
+    x: int  # may be `out`
+    q_weight: Parameter
+    k_weight: Parameter
+    eps: float
+    shape: AttentionShape
+    out: int
+
+
+@dataclass(frozen=True)
 class Rotary:
     name: ClassVar[str] = "rotary"
     x: int  # may be `out`
@@ -148,7 +159,15 @@ class Quantize:
 
 # What models ask for.
 ModelOp = (
-    Embedding | RmsNorm | Linear | LinearSiluMul | Rotary | StoreKv | PagedAttention | SelectRows
+    Embedding
+    | RmsNorm
+    | Linear
+    | LinearSiluMul
+    | HeadRmsNorm
+    | Rotary
+    | StoreKv
+    | PagedAttention
+    | SelectRows
 )
 Op = ModelOp | Quantize
 OP_TYPES: tuple[type[ModelOp], ...] = (
@@ -156,6 +175,7 @@ OP_TYPES: tuple[type[ModelOp], ...] = (
     RmsNorm,
     Linear,
     LinearSiluMul,
+    HeadRmsNorm,
     Rotary,
     StoreKv,
     PagedAttention,

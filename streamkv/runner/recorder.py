@@ -3,7 +3,7 @@
 Owns the way from a model to a ProgramSpec (which values share a buffer) and from a spec to a
 program of the extension. Computes nothing; imports no torch. Invariant: a program computes what
 the same forward computes op by op: a value is overwritten only by the op that reads it last, where
-that op allows it (rotary over its input, a product over its residual).
+that op allows it (rotary and norms of heads over their input, a product over its residual).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .program import (
     Buffer,
     Embedding,
     Extent,
+    HeadRmsNorm,
     Layout,
     Linear,
     LinearSiluMul,
@@ -119,6 +120,23 @@ class Recorder:
         _check_product("linear_silu_mul", x, weight, bias, is_paired=True)
         out = self._value(x.buffer.extent, weight.shape[0] // 2, is_input=True)
         self._ops.append(LinearSiluMul(x.index, weight, bias, out.index))
+        return out
+
+    def head_rms_norm(
+        self,
+        qkv: Value,
+        q_weight: Parameter,
+        k_weight: Parameter,
+        eps: float,
+        shape: AttentionShape,
+    ) -> Value:
+        _check_qkv("head_rms_norm", qkv, shape)
+        for argument, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+            if weight.shape != (shape.head_dim,):
+                expected = f"shape {[shape.head_dim]}"
+                raise _unexpected("head_rms_norm", argument, expected, list(weight.shape))
+        out = self._value(Extent.TOKENS, qkv.buffer.width)
+        self._ops.append(HeadRmsNorm(qkv.index, q_weight, k_weight, eps, shape, out.index))
         return out
 
     def rotary(self, qkv: Value, positions: Handle, rope: Rope, shape: AttentionShape) -> Value:
@@ -225,7 +243,7 @@ def _share_buffers(spec: ProgramSpec) -> ProgramSpec:
 def _may_be_overwritten_by(op: Op) -> int:
     """The value over which the op may write its own."""
     match op:
-        case Rotary(x=x):
+        case HeadRmsNorm(x=x) | Rotary(x=x):
             return x
         case Linear(residual=residual):
             return residual
@@ -269,6 +287,10 @@ def _add_op(
         case LinearSiluMul():
             weight, bias = weights[op.weight.name], _find(weights, op.bias)
             program.add_linear_silu_mul(op.x, weight, bias, op.out, out_dtype)
+        case HeadRmsNorm():
+            norms = (weights[op.q_weight.name], weights[op.k_weight.name])
+            num_heads, num_kv_heads = op.shape.num_heads, op.shape.num_kv_heads
+            program.add_head_rms_norm(op.x, *norms, op.eps, num_heads, num_kv_heads, op.out)
         case Rotary():
             key = (op.rope, op.num_positions)
             if key not in tables:

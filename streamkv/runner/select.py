@@ -28,6 +28,12 @@ def build_runner(
     """A runner that has still to `load`. `budget` is shared by the models of a process; None:
     one of its own. ConfigError."""
     check_config(config)
+    if config.swap_space:
+        logger.warning(
+            "--swap-space %g: nothing is moved to host memory yet, preempted sequences are "
+            "computed again",
+            config.swap_space,
+        )
     device = _select_device(config)
     if device == "cpu" and config.ops != "reference":
         from .cpu_runner import CpuRunner, EagerCpuRunner
@@ -47,14 +53,15 @@ def check_config(config: EngineConfig) -> None:
     """ConfigError for wishes that no machine can grant together, and for a device that isn't
     here."""
     if config.device == "cuda" and config.ops == "native":
-        raise ConfigError("ops: the native kernels run on a CPU; use --ops reference on a GPU")
+        raise ConfigError(
+            "--ops native: the native kernels run on a CPU; use --ops reference on a GPU"
+        )
     if config.enforce_eager and config.ops == "reference":
         raise _unused_enforce_eager("--ops reference is")
     if config.ops == "reference":
         _check_torch_formats(config, "--ops reference is")
     if config.device == "cuda":
         _check_torch_formats(config, "--device cuda runs")
-    if config.device == "cuda":
         _select_device(config)
 
 
@@ -88,7 +95,9 @@ def _select_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
     if _has_cuda(config):
         return "cuda"
     if config.device == "cuda":
-        raise ConfigError("device: expected a CUDA device, torch finds none; use --device cpu")
+        raise ConfigError(
+            "--device cuda: expected a CUDA device, torch finds none; use --device cpu"
+        )
     return "cpu"
 
 

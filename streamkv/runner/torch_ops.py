@@ -54,6 +54,17 @@ class TorchOps:
     ) -> Tensor:
         return self._kernels.linear_silu_mul(x, self._weights[weight.name], self._find(bias))
 
+    def head_rms_norm(
+        self,
+        qkv: Tensor,
+        q_weight: Parameter,
+        k_weight: Parameter,
+        eps: float,
+        shape: AttentionShape,
+    ) -> Tensor:
+        q_norm, k_norm = self._weights[q_weight.name], self._weights[k_weight.name]
+        return self._kernels.head_rms_norm(qkv, q_norm, k_norm, eps, shape)
+
     def rotary(self, qkv: Tensor, positions: Tensor, rope: Rope, shape: AttentionShape) -> Tensor:
         table = self._rope_tables.get(rope)
         if table is None:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelLoadError, StreamkvError
-from ..models import ModelConfig, build_model
-from ..models.llama import LlamaForCausalLM
+from ..models import CausalLM, ModelConfig, build_model, read_config
 from ..ops import Batch
 from ..ops.reference import REFERENCE
 from ..protocol import RunnerInfo, StepInput, StepOutput
 from ..weights.hub import Checkpoint
-from ..weights.loader import open_checkpoint
+from ..weights.loader import opened_checkpoint
 from ..weights.torch_loader import load_parameters, weight_bytes
 from .kv_cache import (
     CPU_LIMIT_BYTES,
@@ -48,7 +47,7 @@ DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.f
 class _Loaded(NamedTuple):
     """What `load` builds and `close` drops, as one."""
 
-    model: LlamaForCausalLM
+    model: CausalLM
     ops: TorchOps
     kv_cache: Tensor
     rows: Rows
@@ -114,9 +113,8 @@ class TorchRunner:
             torch.set_num_threads(config.threads)
         self._share.measure(self._available_bytes)
         progress("opening checkpoint", 0.0)
-        source = open_checkpoint(self._checkpoint)
-        try:
-            model = build_model(ModelConfig.from_dict(source.config))
+        with opened_checkpoint(self._checkpoint) as source:
+            model = build_model(read_config(source.config))
             self._share.reserve("weights", weight_bytes(list(model.parameters()), dtype))
             weights = load_parameters(
                 source,
@@ -125,8 +123,6 @@ class TorchRunner:
                 device=self._device,
                 progress=lambda fraction: progress("loading weights", fraction),
             )
-        finally:
-            source.close()
         progress("allocating KV cache", 1.0)
         plan = plan_memory(
             config,
@@ -184,7 +180,7 @@ class TorchRunner:
             ) from exc
 
     @torch.inference_mode()
-    def _try_out(self, model: LlamaForCausalLM, ops: TorchOps) -> None:
+    def _try_out(self, model: CausalLM, ops: TorchOps) -> None:
         """Compute one token: kernels that can't serve this model, and weights that are not
         numbers, are seen at load. (A broken embedding of another token fails its rows.)"""
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -240,7 +236,7 @@ def _select_device(config: EngineConfig) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if config.device == "cuda":
-        raise ConfigError("device: expected a CUDA device, torch finds none; use --device cpu")
+        raise ConfigError("--device cuda: expected a CUDA device, torch finds none; use --device cpu")
     return torch.device("cpu")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -34,6 +34,7 @@ from .wire import (
     is_off,
     json_logprob,
     json_response,
+    limit_tokens,
     read_body,
     ready_engine,
     renaming_fields,
@@ -86,7 +87,7 @@ class ChatRequest(GenerationFields, kw_only=True):
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
-def _sampling(body: ChatRequest) -> SamplingParams:
+def _sampling(body: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     if not is_off(body.tools, ([],)) and not is_off(body.tool_choice, ("none",), null=False):
         raise InvalidRequestError(
             'tools: not supported by this server; leave it out or send tool_choice "none"',
@@ -104,6 +105,7 @@ def _sampling(body: ChatRequest) -> SamplingParams:
             "top_logprobs: only allowed with logprobs: true", param="top_logprobs"
         )
     return body.to_sampling_params(
+        defaults,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         n=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -291,8 +293,8 @@ class _Answer:
 async def create_chat_completion(request: Request) -> ASGIApp:
     body = await read_body(request, _decoder, not_honoured=NOT_HONOURED)
     options = StreamOptions.checked(body.stream_options, stream=bool(body.stream))
-    sampling = _sampling(body)
     engine = ready_engine(request)
+    sampling = _sampling(body, engine.sampling_defaults)
     messages = template_messages(body.messages, engine.info.max_model_len)
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
@@ -306,7 +308,7 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     completion_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     stream = engine.generate(
         prompt,
-        sampling,
+        limit_tokens(sampling, engine, len(prompt)),
         model=body.model or "",
         request_id=completion_id,
         priority=body.priority or 0,

@@ -299,7 +299,9 @@ async def _streams(
 ) -> list[TokenStream]:
     """One stream per prompt, not yet admitted."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = body.to_sampling_params(max_tokens=max_tokens, n=body.n, logprobs=body.logprobs)
+    sampling = body.to_sampling_params(
+        engine.sampling_defaults, max_tokens=max_tokens, n=body.n, logprobs=body.logprobs
+    )
     streams: list[TokenStream] = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str) and body.add_special_tokens is False:

@@ -13,9 +13,9 @@ calls and reasoning, of which there are none (`parallel_tool_calls`, `max_tool_c
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, Literal, TypeAlias, TypedDict
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 from msgspec import Meta, Struct
 
@@ -158,11 +158,12 @@ class ResponseRequest(GenerationFields, kw_only=True):
             return list(conversation)
         return [TemplateMessage(role="system", content=self.instructions), *conversation]
 
-    def sampling_params(self) -> SamplingParams:
-        """`top_logprobs` asks for logprobs, with or without `include`."""
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """`top_logprobs` asks for logprobs, with or without `include`. `defaults` are the
+        checkpoint's."""
         included = "message.output_text.logprobs" in (self.include or ())
         wanted = self.top_logprobs or (0 if included else None)
-        return self.to_sampling_params(max_tokens=self.max_output_tokens, logprobs=wanted)
+        return self.to_sampling_params(defaults, max_tokens=self.max_output_tokens, logprobs=wanted)
 
     def to_response(self, model: str, sampling: SamplingParams) -> Response:
         """The Response at its creation; `request_id` becomes part of its id."""

@@ -23,7 +23,7 @@ from .response_history import previous_response_not_found
 from .response_object import Response
 from .response_request import NOT_HONOURED, ResponseRequest, TemplateMessage, own_field_names
 from .sse import EventStream, cancel_on_disconnect, event_frame
-from .wire import json_response, read_body, ready_engine
+from .wire import json_response, limit_tokens, read_body, ready_engine
 
 _decoder = msgspec.json.Decoder(ResponseRequest)
 
@@ -47,14 +47,14 @@ async def open_response(
     """Check a request and encode its prompt. InvalidRequestError names the field at fault."""
     engine = ready_engine(connection)
     body.check()
-    sampling = body.sampling_params()
+    sampling = body.sampling_params(engine.sampling_defaults)
     conversation = body.conversation(previous, engine.info.max_model_len)
     with own_field_names():
         prompt = await engine.encode_chat(body.prompt(conversation))
     response = body.to_response(body.model or engine.model_ids[0], sampling)
     stream = engine.generate(
         prompt,
-        sampling,
+        limit_tokens(sampling, engine, len(prompt)),
         model=body.model or "",
         request_id=response.id,
         priority=body.priority or 0,

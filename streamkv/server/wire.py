@@ -298,19 +298,38 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
     def to_sampling_params(
-        self, *, max_tokens: int | None = None, n: int | None = None, logprobs: int | None = None
+        self,
+        defaults: Mapping[str, Any],
+        *,
+        max_tokens: int | None = None,
+        n: int | None = None,
+        logprobs: int | None = None,
     ) -> SamplingParams:
-        """SamplingParams with its own defaults for what the client left out."""
-        given: dict[str, Any] = {
-            name: value
-            for name in SamplingFields.__struct_fields__
-            if (value := getattr(self, name)) is not None
-        }
+        """SamplingParams; what the client left out comes from `defaults`, the checkpoint's, or is
+        its own default. `max_tokens` isn't taken from there: see `limit_tokens`."""
+        chosen: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "logprobs": logprobs}
+        for name in SamplingFields.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None:
+                chosen[name] = value
         if isinstance(self.stop, str):
-            given["stop"] = (self.stop,)
+            chosen["stop"] = (self.stop,)
         if n is not None:
-            given["n"] = n
-        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
+            chosen["n"] = n
+        return SamplingParams(**chosen)
+
+
+def limit_tokens(
+    sampling: SamplingParams, engine: AsyncEngine, num_prompt_tokens: int
+) -> SamplingParams:
+    """With the checkpoint's max_tokens where the client gave none and the context has room for
+    them."""
+    if sampling.max_tokens is not None or "max_tokens" not in engine.sampling_defaults:
+        return sampling
+    limit = max(engine.sampling_defaults["max_tokens"], sampling.min_tokens)
+    if limit >= engine.info.max_model_len - num_prompt_tokens:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=limit)
 
 
 class GenerationFields(SamplingFields, kw_only=True):

@@ -24,7 +24,7 @@ import jinja2.parser
 import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import InvalidRequestError, ModelLoadError
+from ..errors import InvalidRequestError, ModelLoadError, one_line
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 
@@ -65,14 +65,14 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
-                f"chat template: expected valid Jinja, got {error.message} at line {error.lineno}; "
-                "mend the checkpoint's chat template"
+                f"chat template: expected valid Jinja, got {one_line(error.message)} at line "
+                f"{error.lineno}; mend the checkpoint's, or name a file with --chat-template"
             ) from None
         # Python's compiler has limits of its own, and an error for each.
         except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise ModelLoadError(
-                f"chat template: can't be compiled, {type(error).__name__}: {error}; "
-                "mend the checkpoint's chat template"
+                f"chat template: can't be compiled, {type(error).__name__}: {one_line(error)}; "
+                "mend the checkpoint's, or name a file with --chat-template"
             ) from None
 
     def render(

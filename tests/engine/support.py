@@ -66,7 +66,8 @@ def make_engine(runner: FakeRunner, **overrides: Any) -> AsyncEngine:
 
 
 def greedy(**params: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0} | params)
+    """As far as the context allows, unless `params` say otherwise."""
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": None} | params)
 
 
 def oracle(runner: FakeRunner, prompt: Sequence[int], num: int, **options: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -15,6 +16,7 @@ from engine.support import (
     greedy,
     make_engine,
     make_runner,
+    oracle,
     run,
     until,
     until_idle,
@@ -64,7 +66,7 @@ def test_a_request_that_can_not_be_served_is_refused_on_entering(
 
     async def main() -> None:
         async with make_engine(runner) as engine:
-            stream = engine.generate(prompt, SamplingParams(**params))
+            stream = engine.generate(prompt, SamplingParams(**{"max_tokens": None} | params))
             with pytest.raises(error, match=match) as caught:
                 async with stream:
                     pass
@@ -190,6 +192,37 @@ def test_only_a_long_conversation_is_rendered_off_the_loop(num_messages, on_the_
             text = TOKENIZER.apply_chat_template(messages)
             assert token_ids == TOKENIZER.encode(text, add_special_tokens=False)
         assert [ident == threading.get_ident() for ident in threads] == [on_the_loop]
+
+    run(main)
+
+
+def test_an_engine_with_a_seed_gives_the_same_seeds_in_the_same_order():
+    source = random.Random(7)
+    seeds = [source.getrandbits(63) for _ in range(3)]
+
+    async def main() -> None:
+        for runner in (make_runner(), make_runner()):
+            async with make_engine(runner, seed=7) as engine:
+                for seed in (seeds[0], 5, seeds[1], seeds[2]):
+                    own = seed if seed == 5 else None
+                    sampling = SamplingParams(max_tokens=9, seed=own)
+                    (completion,) = await engine.generate([1], sampling).collect()
+                    expected = oracle(runner, [1], 9, temperature=1.0, seed=seed)
+                    assert list(completion.token_ids) == expected
+
+    run(main)
+
+
+def test_what_is_asked_for_may_be_changed_once_it_was_asked():
+    runner = make_runner()
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            sampling = greedy(max_tokens=9)
+            stream = engine.generate([1], sampling)
+            sampling.n, sampling.max_tokens = 3, 1
+            (completion,) = await stream.collect()
+            assert list(completion.token_ids) == oracle(runner, [1], 9)
 
     run(main)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Coroutine, Generator
+from typing import Any
 
 import pytest
 from engine.support import (
@@ -19,6 +21,8 @@ from engine.support import (
     until_idle,
 )
 
+from streamkv.engine.stream import TokenDelta, TokenStream
+from streamkv.errors import GenerationError
 from streamkv.protocol import FinishReason, SamplingParams
 
 PROMPT = [4, 5, 6]
@@ -129,6 +133,70 @@ def test_log_probabilities_may_be_taken_as_they_come_instead_of_collected():
             assert (without.token_ids, without.text) == (with_them.token_ids, with_them.text)
             assert without.logprobs == ()
             assert tuple(taken) == with_them.logprobs
+
+    run(main)
+
+
+class Resumed:
+    """Runs a coroutine, and counts how often it had to wait."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self.num = 0
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        waits = self._coroutine.__await__()
+        while True:
+            try:
+                waited_for = next(waits)
+            except StopIteration as done:
+                return done.value
+            self.num += 1
+            yield waited_for
+
+
+def test_who_wants_the_whole_answer_is_woken_once():
+    runner = make_runner()
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            sampling = SamplingParams(n=2, seed=1, max_tokens=40)
+            taken: list[TokenDelta] = []
+            for take_logprobs in (None, taken.append):  # of which there are none
+                waiting = Resumed(engine.generate(PROMPT, sampling).collect(take_logprobs))
+                completions = await waiting
+                assert waiting.num == 1 and taken == []
+                for completion in completions:
+                    assert list(completion.token_ids) == oracle(
+                        runner, PROMPT, 40, temperature=1.0, seed=1, choice=completion.choice
+                    )
+            as_they_come = Resumed(read_all(engine.generate(PROMPT, sampling)))
+            assert len(await as_they_come) >= as_they_come.num > 10
+
+    async def read_all(stream: TokenStream) -> list[TokenDelta]:
+        async with stream:
+            return await read(stream)
+
+    run(main)
+
+
+def test_who_waits_for_the_whole_answer_hears_of_its_end_however_it_comes():
+    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            streams = [engine.generate([i], greedy(n=2, max_tokens=50)) for i in range(2)]
+            cancelled, failed = (asyncio.create_task(stream.collect()) for stream in streams)
+            gate.release(3)
+            await until(lambda: all(stream.usage.num_generated_tokens >= 2 for stream in streams))
+            streams[0].cancel()
+            for completion in await cancelled:
+                assert completion.finish_reason is FinishReason.ABORT
+                assert completion.token_ids != ()
+            runner.fail_next = "a test"
+            gate.release(10)
+            with pytest.raises(GenerationError, match="a test"):
+                await failed
 
     run(main)
 

@@ -286,7 +286,7 @@ def test_the_bytes_beside_log_probabilities_are_those_of_the_text(skip_special_t
     run(main)
 
 
-def test_the_bytes_of_a_first_token_leave_out_the_space_that_stands_for_none(tmp_path):
+def test_a_first_token_leaves_out_the_space_that_stands_for_none_where_a_text_begins(tmp_path):
     backend = sentencepiece_backend("llama")
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(tmp_path)
@@ -298,9 +298,11 @@ def test_the_bytes_of_a_first_token_leave_out_the_space_that_stands_for_none(tmp
 
     async def main() -> None:
         async with make_engine(runner, tokenizer=tokenizer) as engine:
-            (completion,) = await engine.generate([5], greedy(max_tokens=3, logprobs=0)).collect()
-            assert completion.text == "he he he"
-            assert [item.bytes for item in completion.logprobs] == [b"he", b" he", b" he"]
+            for last, first in ((1, b"he"), (5, b" he")):  # a special token ends the text before
+                sampling = greedy(max_tokens=3, logprobs=0)
+                (completion,) = await engine.generate([last], sampling).collect()
+                assert completion.text == first.decode() + " he he"
+                assert [item.bytes for item in completion.logprobs] == [first, b" he", b" he"]
 
     run(main)
 

@@ -36,6 +36,39 @@ def test_rms_norm_divides_by_the_root_mean_square(
     assert torch.equal(rounded, normed.bfloat16())
 
 
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_head_rms_norm_is_rms_norm_of_each_q_and_k_head_and_leaves_v(
+    isa: str, team: _cpu.Team, num_tokens: int, heads: tuple[int, int, int]
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    q_weight, k_weight = torch.randn(2, head_dim)
+    before = qkv.clone()
+    arguments = (qkv.flatten(1).numpy(), q_weight.numpy(), k_weight.numpy(), 1e-6)
+    out = to_tensor(ops.head_rms_norm(team, *arguments, num_heads, num_kv_heads))
+    assert out.dtype is torch.float32 and torch.equal(qkv, before)
+
+    split = [num_heads, num_kv_heads, num_kv_heads]
+    (*inputs, v), (*outputs, v_out) = (x.split(split, dim=1) for x in (qkv, out.view(qkv.shape)))
+    assert torch.equal(v_out, v)
+    for x, normed, weight in zip(inputs, outputs, (q_weight, k_weight), strict=True):
+        exact = rms_norm_exactly(x, weight, 1e-6)
+        torch.testing.assert_close(normed.double(), exact, rtol=4e-6, atol=2e-6)
+        rows = x.reshape(-1, head_dim).contiguous().numpy()
+        alone = to_tensor(ops.rms_norm(team, rows, weight.numpy(), 1e-6, "float32"))
+        assert torch.equal(normed.reshape(alone.shape), alone)
+
+
+def test_a_head_of_nan_is_nan_and_no_other(isa: str, team: _cpu.Team) -> None:
+    qkv, ones = np.zeros((3, 5, 16), np.float32), np.ones(16, np.float32)
+    qkv[1, 2, 7] = np.nan
+    normed = ops.head_rms_norm(team, qkv.reshape(3, -1), ones, ones, 1e-6, 3, 1)
+    expected = np.zeros_like(qkv)
+    expected[1, 2] = np.nan
+    np.testing.assert_array_equal(normed, expected.reshape(3, -1))
+
+
 def test_rms_norm_of_zeros_is_zero_and_of_nan_is_nan(isa: str, team: _cpu.Team) -> None:
     x = np.zeros((2, 64), np.float32)
     x[1, 5] = np.nan
@@ -104,8 +137,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others_on_any_number_of_threads
     position = np.full(200, 5, np.int32)
     team, alone = _cpu.Team(num_threads), _cpu.Team(1)
     normed = ops.rms_norm(team, x, weight, 1e-5, "float32")
+    norms = (cos_sin[0], cos_sin[1], 1e-6, 9, 3)
+    heads = ops.head_rms_norm(team, x, *norms)
     turned = ops.rotary(team, x, position, cos_sin, 9, 3)
     for i in range(0, 200, 7):
         row = x[i : i + 1]
         assert np.array_equal(ops.rms_norm(alone, row, weight, 1e-5, "float32")[0], normed[i])
+        assert np.array_equal(ops.head_rms_norm(alone, row, *norms)[0], heads[i])
         assert np.array_equal(ops.rotary(alone, row, position[:1], cos_sin, 9, 3)[0], turned[i])

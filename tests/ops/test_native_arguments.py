@@ -55,6 +55,13 @@ def rotary(**changes: Any) -> tuple[Any, ...]:
     return tuple((arguments | changes).values())
 
 
+def head_rms_norm(**changes: Any) -> tuple[Any, ...]:
+    arguments = {"qkv": x(1, W), "q_weight": x(HEAD_DIM), "k_weight": x(HEAD_DIM), "eps": 1e-6}
+    arguments |= {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
+    assert changes.keys() <= arguments.keys()
+    return tuple((arguments | changes).values())
+
+
 BAD_CALLS: list[tuple[str, Callable[[], tuple[Any, ...]], str]] = [
     ("embedding", lambda: (int32([0, 7]), weight(7, 4)), r"token_ids: .* 0 to 6, got 7 at 1"),
     ("embedding", lambda: (int32([-1]), weight(7, 4)), r"token_ids: .* got -1 at 0"),
@@ -144,6 +151,38 @@ BAD_CALLS: list[tuple[str, Callable[[], tuple[Any, ...]], str]] = [
     ("quantize", lambda: (x(3, 4, dtype="e"),), r"x: .* got float16 \[3, 4\]"),
     ("quantize", lambda: (STRIDED,), r"x: expected a C-contiguous array"),
     ("linear_silu_mul", lambda: (x(3, 4), weight(8, 4, is_paired=True), x(4)), r"bias: .* \[8\]"),
+    (
+        "head_rms_norm",
+        lambda: head_rms_norm(q_weight=x(8), k_weight=x(8)),
+        r"qkv: expected float32 \[any, 64\], got float32 \[1, 128\]",
+    ),
+    (
+        "head_rms_norm",
+        lambda: head_rms_norm(q_weight=x(HEAD_DIM, dtype="e")),
+        r"q_weight: expected float32 \[any\], got float16 \[16\]",
+    ),
+    (
+        "head_rms_norm",
+        lambda: head_rms_norm(q_weight=x(1, HEAD_DIM)),
+        r"q_weight: expected float32 \[any\], got float32 \[1, 16\]",
+    ),
+    ("head_rms_norm", lambda: head_rms_norm(k_weight=x(8)), r"k_weight: .* \[16\], got .* \[8\]"),
+    (
+        "head_rms_norm",
+        lambda: head_rms_norm(qkv=STRIDED, q_weight=x(2), k_weight=x(2)),
+        r"qkv: expected a C-contiguous array",
+    ),
+    (
+        "head_rms_norm",
+        lambda: head_rms_norm(num_heads=0),
+        r"num_heads: expected at least 1 .* got 0 and 2",
+    ),
+    ("head_rms_norm", lambda: head_rms_norm(num_heads=2**60), rf"num_heads: .* got {2**60} and 2"),
+    (
+        "head_rms_norm",
+        lambda: head_rms_norm(num_kv_heads=2**60),
+        rf"num_heads: .* got 4 and {2**60}",
+    ),
     ("rotary", lambda: rotary(positions=int32([8])), r"positions: .* 0 to 7, got 8 at 0"),
     ("rotary", lambda: rotary(positions=int32([-1])), r"positions: .* got -1 at 0"),
     (

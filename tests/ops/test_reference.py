@@ -60,6 +60,30 @@ def test_rms_norm_divides_by_the_root_mean_square(
     assert_rounds_to(REFERENCE.rms_norm(x, weight, 1e-5), exact, dtype)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_head_rms_norm_is_rms_norm_of_each_q_and_k_head_and_leaves_v(
+    dtype: torch.dtype, num_tokens: int, shape: AttentionShape
+) -> None:
+    qkv = torch.randn(num_tokens, shape.qkv_width)
+    q_weight, k_weight = torch.randn(2, shape.head_dim).to(dtype)
+    exact = qkv.double().unflatten(1, (-1, shape.head_dim))
+    for first, count, weight in (
+        (0, shape.num_heads, q_weight),
+        (shape.num_heads, shape.num_kv_heads, k_weight),
+    ):
+        heads = exact[:, first : first + count]
+        heads[:] = torch.nn.functional.rms_norm(heads, weight.shape, weight.double(), 1e-6)
+    before = qkv.clone()
+    found = REFERENCE.head_rms_norm(qkv, q_weight, k_weight, 1e-6, shape)
+    assert_rounds_to(found, exact.flatten(1), torch.float32)
+    assert torch.equal(
+        found[:, -shape.num_kv_heads * shape.head_dim :],
+        qkv[:, -shape.num_kv_heads * shape.head_dim :],
+    )
+    assert torch.equal(qkv, before)
+
+
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])

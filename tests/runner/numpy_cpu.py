@@ -140,6 +140,15 @@ def linear_silu_mul(team, x, weight, bias=None, out_dtype=None):
     return as_inputs(gate / (1 + np.exp(-gate)) * up, out_dtype)
 
 
+def head_rms_norm(team, qkv, q_weight, k_weight, eps, num_heads, num_kv_heads):
+    heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, len(q_weight))
+    weights = [q_weight] * num_heads + [k_weight] * num_kv_heads
+    normed = heads.copy()
+    for head, weight in enumerate(weights):
+        normed[:, head] = rms_norm(team, heads[:, head], weight, eps, "float32")
+    return normed.reshape(qkv.shape)
+
+
 def rotary(team, qkv, positions, cos_sin, num_heads, num_kv_heads):
     heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, cos_sin.shape[1])
     half = cos_sin.shape[1] // 2
@@ -189,6 +198,7 @@ OPS = SimpleNamespace(
     linear=linear,
     linear_silu_mul=linear_silu_mul,
     quantize=quantize,
+    head_rms_norm=head_rms_norm,
     rotary=rotary,
     store_kv=store_kv,
     paged_attention=paged_attention,
@@ -239,6 +249,10 @@ class Program:
                 None, self._read(x, weight.input_dtype), weight, bias, out_dtype
             ),
         )
+
+    def add_head_rms_norm(self, qkv, q_weight, k_weight, eps, num_heads, num_kv_heads, out):
+        arguments = (q_weight, k_weight, eps, num_heads, num_kv_heads)
+        self._add(out, lambda batch: head_rms_norm(None, self._read(qkv), *arguments), over=qkv)
 
     def add_rotary(self, qkv, cos_sin, num_heads, num_kv_heads, out):
         self.tables.append(cos_sin)

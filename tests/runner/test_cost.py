@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import pytest
 
-from streamkv.models import ModelConfig, build_model
+from streamkv.models import build_model, read_config
 from streamkv.ops import Parameter
 from streamkv.runner.cost import Cost, StepShape, cost_of, describe, label
 from streamkv.runner.formats import Matrix, ModelFormats
 from streamkv.runner.inputs import resolve_inputs
 from streamkv.runner.program import (
     Embedding,
+    HeadRmsNorm,
     Linear,
     LinearSiluMul,
     PagedAttention,
@@ -51,7 +52,7 @@ def case(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    model = build_model(ModelConfig.from_dict(config | changes))
+    model = build_model(read_config(config | changes))
     matrices = {
         one.name: Matrix((weights,), size_of(one, weights), inputs)
         for one in model.parameters()
@@ -105,6 +106,12 @@ def test_the_cost_of_an_op(kind, num_bytes, num_operations):
 )
 def test_the_bytes_of_quantized_numbers(kind, num_bytes):
     assert first(case("Q4_1", "int8", "int8"), kind).num_bytes == num_bytes
+
+
+def test_the_cost_of_norms_of_heads():
+    """Of Q and K, 12 values, by two vectors of 2."""
+    found = first(case(architectures=["Qwen3ForCausalLM"], head_dim=2), HeadRmsNorm)
+    assert found == Cost(2 * 5 * 16 * 4 + 2 * 2 * 4, 4 * 5 * 12)
 
 
 def test_biases_and_residuals_are_read_too():

@@ -9,11 +9,11 @@ import pytest
 
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
-from streamkv.models import ModelConfig, build_model
+from streamkv.models import build_model, read_config
 from streamkv.runner.cpu_model import effective_quantization, kv_dtype_of
 
 MODEL = build_model(
-    ModelConfig.from_dict(
+    read_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": 10,

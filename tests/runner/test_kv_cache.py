@@ -27,7 +27,7 @@ def plan(**changes):
         "block_size": 16,
         "max_num_seqs": 8,
         "max_model_len": 0,
-        "max_position_embeddings": 4096,
+        "max_context_len": 4096,
         "num_blocks_override": 0,
     }
     numbers |= changes
@@ -56,7 +56,7 @@ def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_numbers()
     with pytest.raises(ConfigError, match="2000 needs 125 KV blocks .* there are 100") as caught:
         plan(max_model_len=2000)
     assert "--max-model-len to 1600" in caught.value.message
-    with pytest.raises(ConfigError, match="at most the 4096 positions"):
+    with pytest.raises(ConfigError, match="at most 4096, the positions"):
         plan(max_model_len=5000, free_bytes=GIB)
 
 
@@ -71,7 +71,7 @@ def test_an_override_wins_over_memory_and_there_is_always_a_block():
 
 @pytest.mark.parametrize("num_blocks", [2**20 + 1, 2**26, 10**20])
 def test_more_blocks_than_the_books_can_hold_are_refused(num_blocks):
-    with pytest.raises(ConfigError, match="num_gpu_blocks_override: expected at most 1048576"):
+    with pytest.raises(ConfigError, match="--num-gpu-blocks-override.: expected at most 1048576"):
         plan(num_blocks_override=num_blocks)
     assert plan(num_blocks_override=2**20).num_blocks == 2**20
 
@@ -79,17 +79,17 @@ def test_more_blocks_than_the_books_can_hold_are_refused(num_blocks):
 def test_a_context_with_more_blocks_than_the_books_can_hold_is_refused():
     sizes = {"kv_bytes_per_token": 1, "block_size": 1, "free_bytes": 1 << 50}
     with pytest.raises(ConfigError, match="2000000 KV blocks .* raise --block-size"):
-        plan(max_model_len=2_000_000, max_position_embeddings=2**24, **sizes)
+        plan(max_model_len=2_000_000, max_context_len=2**24, **sizes)
 
 
 def test_a_plan_never_has_more_blocks_than_the_books_can_hold():
-    sizes = {"kv_bytes_per_token": 1, "max_num_seqs": 4096, "max_position_embeddings": 2**24}
+    sizes = {"kv_bytes_per_token": 1, "max_num_seqs": 4096, "max_context_len": 2**24}
     assert plan(free_bytes=1 << 50, **sizes).num_blocks == 2**20
     assert plan(free_bytes=1 << 50, block_size=1, **sizes).num_blocks == 2**20
 
 
 def test_a_context_without_room_for_an_answer_is_refused():
-    with pytest.raises(ConfigError, match="max_model_len: expected at least 2"):
+    with pytest.raises(ConfigError, match="--max-model-len.: expected at least 2"):
         plan(max_model_len=1)
     with pytest.raises(ConfigError, match=r"1 KV blocks of 1 tokens, 500 bytes are free"):
         plan(block_size=1, free_bytes=500)

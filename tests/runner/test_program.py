@@ -32,6 +32,8 @@ class Layer(NamedTuple):
     norm: Array
     qkv: Weight
     qkv_bias: Array
+    q_norm: Array
+    k_norm: Array
     out: Weight
     mlp_norm: Array
     gate_up: Weight
@@ -53,6 +55,8 @@ class Model:
                 self._vector(HIDDEN),
                 self._matrix(QKV, HIDDEN),
                 self._vector(QKV),
+                self._vector(HEAD_DIM),
+                self._vector(HEAD_DIM),
                 self._matrix(HIDDEN, HEADS * HEAD_DIM),
                 self._vector(HIDDEN),
                 self._matrix(2 * INNER, HIDDEN, is_paired=True),
@@ -87,6 +91,8 @@ class Model:
         for index, layer in enumerate(self.layers):
             program.add_rms_norm(hidden, layer.norm, EPS, inputs, dtype)
             program.add_linear(inputs, layer.qkv, layer.qkv_bias, out=qkv)
+            norms = (layer.q_norm, layer.k_norm)
+            program.add_head_rms_norm(qkv, *norms, EPS, HEADS, KV_HEADS, qkv)
             program.add_rotary(qkv, self.cos_sin, HEADS, KV_HEADS, qkv)
             program.add_store_kv(qkv, index, HEADS)
             if dtype == "int8":  # heads are shorter than groups
@@ -110,6 +116,8 @@ class Model:
         for index, layer in enumerate(self.layers):
             x = ops.rms_norm(team, hidden, layer.norm, EPS, dtype)
             qkv = ops.linear(team, x, layer.qkv, layer.qkv_bias)
+            norms = (layer.q_norm, layer.k_norm)
+            qkv = ops.head_rms_norm(team, qkv, *norms, EPS, HEADS, KV_HEADS)
             qkv = ops.rotary(team, qkv, batch.positions, self.cos_sin, HEADS, KV_HEADS)
             ops.store_kv(team, qkv, cache, batch.slots, index, HEADS)
             attended = "float32" if dtype == "int8" else dtype
@@ -186,7 +194,7 @@ def test_a_program_computes_what_its_ops_compute(
         model, team = Model(dtype, kv_dtype), _cpu.Team(num_threads)
         cache, other_cache = model.cache(), model.cache()
         program, logits = model.program(cache)
-        num_layer_ops = 10 if dtype == "int8" else 9
+        num_layer_ops = 11 if dtype == "int8" else 10
         assert program.num_ops == 1 + num_layer_ops * NUM_LAYERS + 3
         for batch in STEPS:
             program.run(batch, team)
@@ -406,6 +414,36 @@ WRONG: dict[str, tuple[Callable[[Parts], object], str]] = {
     ),
     "layer": (lambda p: p.program.add_store_kv(p.qkv, 2, HEADS), "layer: expected 0 to 1, got 2"),
     "qkv": (lambda p: p.program.add_store_kv(p.x, 0, HEADS), "store_kv: qkv: expected 512 bytes"),
+    "KV heads to norm": (
+        lambda p: p.program.add_head_rms_norm(p.qkv, ONES, ONES, EPS, HEADS, 1, p.qkv),
+        "head_rms_norm: num_kv_heads: expected 2 as the cache has, got 1",
+    ),
+    "very many heads to norm": (
+        lambda p: p.program.add_head_rms_norm(p.qkv, ONES, ONES, EPS, 2**58, KV_HEADS, p.qkv),
+        "head_rms_norm: num_heads: expected a multiple of the 2 KV heads up to",
+    ),
+    "norm of Q": (
+        lambda p: p.program.add_head_rms_norm(p.qkv, ONES[:8], ONES, EPS, HEADS, KV_HEADS, p.qkv),
+        r"head_rms_norm: q_weight: expected float32 \[16\], got float32 \[8\]",
+    ),
+    "norm of K": (
+        lambda p: p.program.add_head_rms_norm(p.qkv, ONES, ONES[:8], EPS, HEADS, KV_HEADS, p.qkv),
+        r"head_rms_norm: k_weight: expected float32 \[16\], got float32 \[8\]",
+    ),
+    "heads to norm": (
+        lambda p: p.program.add_head_rms_norm(p.x, ONES, ONES, EPS, HEADS, KV_HEADS, p.qkv),
+        "head_rms_norm: qkv: expected 512 bytes for each of the tokens, got 64 bytes",
+    ),
+    "normed heads": (
+        lambda p: p.program.add_head_rms_norm(p.qkv, ONES, ONES, EPS, HEADS, KV_HEADS, p.x),
+        "head_rms_norm: out: expected 512 bytes for each of the tokens, got 64 bytes",
+    ),
+    "normed heads over others": (
+        lambda p: p.program.add_head_rms_norm(
+            p.qkv, ONES, ONES, EPS, HEADS, KV_HEADS, p.program.add_buffer("tokens", QKV * 4, 256)
+        ),
+        "head_rms_norm: out: expected a place beside what is read, got one over buffer 3",
+    ),
     "KV heads": (
         lambda p: p.program.add_rotary(p.qkv, TABLE, HEADS, 1, p.qkv),
         "rotary: num_kv_heads: expected 2 as the cache has, got 1",
@@ -524,8 +562,8 @@ def test_steps_outside_the_tables_are_refused(batch: _cpu.Batch, message: str):
         program.run(batch, _cpu.Team(1))
 
 
-@pytest.mark.parametrize(("first", "last"), [(-1, 2), (3, 2), (0, 23)])
+@pytest.mark.parametrize(("first", "last"), [(-1, 2), (3, 2), (0, 25)])
 def test_ops_outside_the_program_are_refused(first: int, last: int):
     program, _ = Model("float32").program(Model("float32").cache())
-    with pytest.raises(ValueError, match="first, last: expected ascending numbers up to 22"):
+    with pytest.raises(ValueError, match="first, last: expected ascending numbers up to 24"):
         program.run(STEPS[0], _cpu.Team(1), first, last)

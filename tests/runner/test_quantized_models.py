@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from streamkv import _cpu
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
-from streamkv.models import ModelConfig, build_model
+from streamkv.models import build_model, read_config
 from streamkv.ops import Batch
 from streamkv.runner.cpu_model import load_cpu_model
 from streamkv.runner.eager import Eager
@@ -125,7 +125,7 @@ class Numbers(NamedTuple):
         """float64 [tokens, vocabulary]. Attention reads keys and values rounded to `kv_dtype`; if
         some are `given`, those instead, which have to be nearly always the same."""
         model = build_model(
-            ModelConfig.from_dict(json.loads((self.folder / "config.json").read_text()))
+            read_config(json.loads((self.folder / "config.json").read_text()))
         )
         config = model.config
         cache = numpy_cpu.KvCache(
@@ -162,7 +162,7 @@ def _give(given: Array, team, qkv, cache, slots, layer, num_heads) -> None:
 def numbers_of(folder: Path, takes_int8: Any) -> Numbers:
     """The values of a folder in float64; products with the weights that `takes_int8` names take
     groups of int8, others floats."""
-    model = build_model(ModelConfig.from_dict(json.loads((folder / "config.json").read_text())))
+    model = build_model(read_config(json.loads((folder / "config.json").read_text())))
     tensors = load_file(folder / "model.safetensors")
     weights: dict[str, Any] = {}
     for parameter in model.parameters():

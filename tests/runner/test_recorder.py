@@ -20,9 +20,8 @@ from safetensors.numpy import load_file
 from tiny import save_tiny_checkpoint
 
 import streamkv
-from streamkv.models import ModelConfig, build_model
+from streamkv.models import CausalLM, build_model, read_config
 from streamkv.models.layers import plain_parameter
-from streamkv.models.llama import LlamaForCausalLM
 from streamkv.ops import AttentionShape, Batch, Parameter, Rope
 from streamkv.runner.eager import Eager
 from streamkv.runner.inputs import resolve_inputs
@@ -32,6 +31,7 @@ from streamkv.runner.program import (
     NO_BUFFER,
     Buffer,
     Extent,
+    HeadRmsNorm,
     Linear,
     LinearSiluMul,
     PagedAttention,
@@ -53,6 +53,7 @@ VARIANTS = {
     "untied-biases": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "one-layer": {"num_hidden_layers": 1},
     "odd-widths": {"hidden_size": 36, "head_dim": 10, "intermediate_size": 50},
+    "head-norms": {"architecture": "Qwen3ForCausalLM"},
     "narrow-mlp": {"intermediate_size": 16, "num_key_value_heads": 4, "num_hidden_layers": 3},
 }
 
@@ -79,9 +80,9 @@ def takes(dtypes: str, name: str) -> str:
     return next(dtype for part, dtype in TAKEN[dtypes].items() if part in name)
 
 
-def load(folder: Path, dtypes: str) -> tuple[LlamaForCausalLM, dict, numpy_cpu.KvCache]:
+def load(folder: Path, dtypes: str) -> tuple[CausalLM, dict, numpy_cpu.KvCache]:
     """The model of a folder, its weights and an empty cache. Matrices take inputs of TAKEN."""
-    model = build_model(ModelConfig.from_dict(json.loads((folder / "config.json").read_text())))
+    model = build_model(read_config(json.loads((folder / "config.json").read_text())))
     tensors = load_file(folder / "model.safetensors")
     weights = {}
     for parameter in model.parameters():
@@ -147,7 +148,7 @@ def steps_of(sequences: list[np.ndarray], seed: int) -> list[tuple[Batch, list[t
 @pytest.mark.usefixtures("numpy_module")
 def test_a_program_in_its_arena_computes_transformers_logits(tmp_path, variant):
     folder = save_tiny_checkpoint(tmp_path, **({"head_dim": 16} | VARIANTS[variant]))
-    oracle = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
             if name.endswith(".bias"):  # they start at zero, which would hide a missing one
@@ -178,7 +179,8 @@ def test_a_program_in_its_arena_computes_transformers_logits(tmp_path, variant):
 @pytest.mark.parametrize("dtypes", TAKEN)
 @pytest.mark.usefixtures("numpy_module")
 def test_eager_has_the_bits_of_the_program_whatever_products_take(tmp_path, dtypes, head_dim):
-    folder = save_tiny_checkpoint(tmp_path, head_dim=head_dim, intermediate_size=70)
+    wish = {"architecture": "Qwen3ForCausalLM", "head_dim": head_dim, "intermediate_size": 70}
+    folder = save_tiny_checkpoint(tmp_path, **wish)
     model, weights, cache = load(folder, dtypes)
     _, _, own_cache = load(folder, dtypes)
     spec = Recorder(max_model_len=MAX_MODEL_LEN).record(model)
@@ -215,17 +217,18 @@ def llama_spec(**changes) -> ProgramSpec:
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
     }
-    config = ModelConfig.from_dict(fields | changes)
+    config = read_config(fields | changes)
     return Recorder(max_model_len=100).record(build_model(config))
 
 
-def test_the_residual_stream_and_rotated_heads_stay_where_they_are():
-    spec = llama_spec()
+def test_the_residual_stream_and_heads_stay_where_they_are():
+    spec = llama_spec(architectures=["Qwen3ForCausalLM"], head_dim=64)
+    assert any(isinstance(op, HeadRmsNorm) for op in spec.ops)
     stream = spec.ops[0].out
     for op in spec.ops:
         if isinstance(op, Linear) and op.residual != NO_BUFFER:
             assert op.residual == op.out
-        if isinstance(op, Rotary):
+        if isinstance(op, (HeadRmsNorm, Rotary)):
             assert op.x == op.out
     selected = [op for op in spec.ops if isinstance(op, SelectRows)]
     assert [op.x for op in selected] == [stream]
@@ -314,7 +317,7 @@ class RandomModel:
         for _ in range(self._num_ops):
             x = choose.choice(values)
             kind = choose.choice(
-                ["norm", "linear", "linear", "gated", "rotary", "attend", "select"]
+                ["norm", "linear", "linear", "gated", "heads", "rotary", "attend", "select"]
             )
             width = x.buffer.width
             out_width = choose.choice([8, 16, width, 100])
@@ -333,7 +336,10 @@ class RandomModel:
             elif kind == "select" and x.buffer == Buffer(Extent.TOKENS, width, "float32"):
                 values.append(ops.select_rows(x, batch.logit_rows))
             elif x.buffer == Buffer(Extent.TOKENS, shape.qkv_width, "float32"):
-                if kind == "rotary":
+                if kind == "heads":
+                    norm = plain_parameter("h", (2,))
+                    values.append(ops.head_rms_norm(x, norm, norm, 1e-5, shape))
+                elif kind == "rotary":
                     rope = Rope((1.0,), 1.0, 9)
                     values.append(ops.rotary(x, batch.positions, rope, shape))
                 elif kind == "attend":
@@ -396,6 +402,7 @@ class Written:
 TABLE = plain_parameter("table", (9, 8))
 NORM = plain_parameter("norm", (8,))
 SQUARE = plain_parameter("square", (8, 8))
+HEAD = plain_parameter("head", (2,))
 SHAPE = AttentionShape(2, 1, 2)
 ROPE = Rope((1.0,), 1.0, 16)
 
@@ -432,7 +439,7 @@ def test_a_recorder_records_one_model_after_another():
     recorder = Recorder(max_model_len=100)
     config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_attention_heads": 2}
     config |= {"vocab_size": 9, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = build_model(ModelConfig.from_dict(config))
+    model = build_model(read_config(config))
     assert recorder.record(model) == recorder.record(model)
 
 
@@ -460,6 +467,13 @@ MISUSES = {
         normed(ops, b), SQUARE, residual=ops.select_rows(embedded(ops, b), b.logit_rows)
     ),
     "linear_silu_mul: weight": lambda ops, b: ops.linear_silu_mul(normed(ops, b), SQUARE),
+    "head_rms_norm: qkv": lambda ops, b: ops.head_rms_norm(normed(ops, b), HEAD, HEAD, 1e-5, SHAPE),
+    "head_rms_norm: q_weight": lambda ops, b: ops.head_rms_norm(
+        embedded(ops, b), NORM, HEAD, 1e-5, SHAPE
+    ),
+    "head_rms_norm: k_weight": lambda ops, b: ops.head_rms_norm(
+        embedded(ops, b), HEAD, SQUARE, 1e-5, SHAPE
+    ),
     "rotary: qkv": lambda ops, b: ops.rotary(
         embedded(ops, b), b.positions, ROPE, AttentionShape(3, 1, 2)
     ),

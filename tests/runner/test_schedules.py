@@ -45,9 +45,14 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Widths that are no multiples of panels and vectors, nor of groups."""
+    """Of an architecture with every op; widths that are no multiples of panels and vectors, nor of
+    groups."""
     return save_tiny_checkpoint(
-        tmp_path_factory.mktemp("tiny"), head_dim=16, hidden_size=72, intermediate_size=90
+        tmp_path_factory.mktemp("tiny"),
+        architecture="Qwen3ForCausalLM",
+        head_dim=16,
+        hidden_size=72,
+        intermediate_size=90,
     )
 
 

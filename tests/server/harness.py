@@ -48,7 +48,7 @@ class Server:
         self.tokenizer: Tokenizer = tiny_tokenizer()
         self._config = config
         self._times = times
-        self._engine_fields = {"model": MODEL, **engine}
+        self._engine_fields = {"model": MODEL, "tokenizer": self.tokenizer, **engine}
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(256)
@@ -63,9 +63,7 @@ class Server:
 
     async def _main(self) -> None:
         try:
-            self.engine = AsyncEngine(
-                runner=self.runner, tokenizer=self.tokenizer, **self._engine_fields
-            )
+            self.engine = AsyncEngine(runner=self.runner, **self._engine_fields)
             self.serving = serving.Server(self.engine, self._config, **self._times)
         except BaseException as exc:
             self._begun.set_exception(exc)

@@ -117,6 +117,17 @@ def test_a_served_model_name_replaces_the_path() -> None:
         assert client.post(TEXT, json=body | {"model": MODEL}).status_code == 404
 
 
+def test_a_model_answers_to_each_of_its_names() -> None:
+    engine = {"served_model_name": ("one", "two")}
+    with serve(engine=engine) as server, server.client() as client:
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["one", "two"]
+        body = {"prompt": "hi", "max_tokens": 1}
+        for name in ("one", "two"):
+            assert client.post(TEXT, json=body | {"model": name}).json()["model"] == name
+            assert client.get(f"/v1/models/{name}").json()["root"] == MODEL
+        assert client.post(TEXT, json=body).json()["model"] == "one"
+
+
 def test_tokenize_and_detokenize_are_inverses(server: Server) -> None:
     with server.client() as client:
         prompt = "naïve 🙂 日本<|im_end|>"

@@ -33,7 +33,7 @@ TESTS = Path(__file__).parents[1]
 SCRIPT = """
 import logging, socket, sys, threading, uvloop
 from server.harness import MODEL, fake_runner
-from streamkv.cli import run_server
+from streamkv.commands.serve import run_server
 from streamkv.config import ServerConfig
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.server.serving import Server

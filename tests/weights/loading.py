@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from streamkv.models import ModelConfig, build_model
+from streamkv.models import build_model, read_config
 from streamkv.ops.extension import load_extension
 from streamkv.weights.formats import packed_bytes, planned_formats
 from streamkv.weights.hub import Checkpoint
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint(path, "gguf" if path.suffix == ".gguf" else "huggingface")
     source = open_checkpoint(checkpoint)
-    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
+    parameters = list(build_model(read_config(source.config)).parameters())
     fractions: list[float] = []
     try:
         weights = load_parameters(
@@ -38,7 +38,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tens
 def load_weights(path: Path, **how: Any) -> dict[str, Any]:
     """The kernels' own weights; `how` are more arguments of load_packed."""
     source = open_checkpoint(Checkpoint(path, "gguf" if path.suffix == ".gguf" else "huggingface"))
-    parameters = list(build_model(ModelConfig.from_dict(source.config)).parameters())
+    parameters = list(build_model(read_config(source.config)).parameters())
     fractions: list[float] = []
     how = {"dtype": "float32", "num_threads": 2} | how
     weights = load_packed(load_extension(), source, parameters, progress=fractions.append, **how)

@@ -174,7 +174,7 @@ DEEP_ARRAY = b"".join(struct.pack("<IQ", 9, 1) for _ in range(50))
     ("content", "message"),
     [
         (b"", "cannot be read"),
-        (b"PK\x03\x04 something else", "not a GGUF file"),
+        (b"PK\x03\x04 something else", "expected a GGUF file, got a zip archive; get it again"),
         (raw_gguf(version=1), "expected GGUF version 2 or 3"),
         (raw_gguf(version=0x03000000), "little-endian"),
         (raw_gguf(tensors=[("t", (256,), 10, 0)]), "tensor 't' has type Q2_K"),

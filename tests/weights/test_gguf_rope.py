@@ -30,7 +30,7 @@ LLAMA3 = {
 
 
 def converted(metadata: dict[str, Any], pair_factors: np.ndarray | None = None) -> dict[str, Any]:
-    return rope_parameters(metadata, pair_factors, PATH)
+    return rope_parameters({"general.architecture": "llama"} | metadata, pair_factors, PATH)
 
 
 def llama3_factors() -> np.ndarray:
@@ -79,6 +79,16 @@ def llama3_factors() -> np.ndarray:
             },
         ),
         ({"rope_freqs.weight": llama3_factors()}, LLAMA3),
+        (
+            {
+                "general.architecture": "qwen2",
+                "qwen2.rope.scaling.type": "yarn",
+                "qwen2.rope.scaling.factor": 4.0,
+                "qwen2.rope.scaling.original_context_length": 1024,
+                f"{SCALING}factor": 7.0,  # of another architecture
+            },
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+        ),
     ],
 )
 def test_scaled_positions_turn_as_those_of_the_original_checkpoint(metadata, original):

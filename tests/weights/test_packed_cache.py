@@ -18,7 +18,7 @@ from weights.loading import change_tensors, load_weights
 from streamkv.errors import ConfigError
 from streamkv.ops.extension import load_extension
 from streamkv.weights import packed_cache
-from streamkv.weights.gguf_llama import GGUFCheckpoint
+from streamkv.weights.gguf_checkpoint import GGUFCheckpoint
 from streamkv.weights.jobs import Progress
 from streamkv.weights.packed_cache import PackedFile, packed_key
 

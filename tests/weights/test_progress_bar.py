@@ -11,7 +11,7 @@ from drive import load_runner
 from tiny import save_tiny_checkpoint
 from tqdm import tqdm
 
-from streamkv.cli import _log_lines
+from streamkv.commands.log import log_lines
 from streamkv.weights import jobs
 
 
@@ -47,7 +47,7 @@ def test_nobody_who_reads_a_log_gets_bars(tmp_path, monkeypatch):
 def test_log_lines_stand_above_a_bar(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    handler = _log_lines()
+    handler = log_lines()
     record = logging.LogRecord("test", logging.INFO, "", 0, "a line", None, None)
     with jobs.progress_bar(100, "loading"):
         handler.handle(record)

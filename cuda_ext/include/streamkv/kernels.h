@@ -97,6 +97,19 @@ struct QuantizeArgs {
   int64_t width;
 };
 
+// rms_norm of each Q head and each K head.
+struct HeadRmsNormArgs {
+  const float* qkv;       // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+  const float* q_weight;  // [head_dim]
+  const float* k_weight;  // [head_dim]
+  float* out;             // as qkv; may be qkv
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  float eps;
+};
+
 struct RotaryArgs {
   const float* qkv;          // [num_tokens, (num_rotated + num_copied) * head_dim]
   const int32_t* positions;  // [num_tokens]
@@ -213,6 +226,7 @@ struct Kernels {
   Kernel<EmbeddingArgs> embedding;
   Kernel<RmsNormArgs> rms_norm;
   Kernel<MatmulArgs> matmul;
+  Kernel<HeadRmsNormArgs> head_rms_norm;
   Kernel<RotaryArgs> rotary;
   Kernel<StoreKvArgs> store_kv;
   Kernel<AttentionArgs> attention;

@@ -35,8 +35,9 @@ class Program {
 
   // Each checks what it is given (std::invalid_argument: op, argument, expected, got). Weights,
   // norms, biases and tables must outlive the program. out_dtype: the type of inputs that `out`
-  // then holds, whose row_bytes must be its. `out` may be `qkv` in add_rotary and `residual` in
-  // add_linear (or lie at the same place); else it must not overlap what the op reads.
+  // then holds, whose row_bytes must be its. `out` may be `qkv` in add_head_rms_norm and add_rotary
+  // and `residual` in add_linear (or lie at the same place); else it must not overlap what the op
+  // reads.
   void add_embedding(const PackedWeight& weight, BufferId out);
   void add_embedding(const QuantizedWeight& weight, BufferId out);
   void add_rms_norm(BufferId x, const float* weight, int64_t hidden, float eps, BufferId out,
@@ -50,6 +51,8 @@ class Program {
   void add_linear_silu_mul(BufferId x, const QuantizedWeight& weight, const float* bias,
                            BufferId out, Dtype out_dtype);
   void add_quantize(BufferId x, int64_t width, BufferId out);
+  void add_head_rms_norm(BufferId qkv, const float* q_weight, const float* k_weight, float eps,
+                         int64_t num_heads, BufferId out);
   void add_rotary(BufferId qkv, const float* cos_sin, int64_t max_positions, int64_t num_heads,
                   BufferId out);
   void add_store_kv(BufferId qkv, int64_t layer, int64_t num_heads);

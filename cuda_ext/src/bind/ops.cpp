@@ -112,6 +112,36 @@ nb::object quantize(Team& team, const Array& x) {
   return out.array;
 }
 
+void check_num_heads(const char* op, int64_t num_heads, int64_t num_kv_heads) {
+  if (num_heads < 1 || num_kv_heads < 1 || num_heads > kMaxHeads || num_kv_heads > kMaxHeads)
+    refuse(op, "num_heads",
+           "at least 1 head and 1 KV head, and at most " + std::to_string(kMaxHeads) + " of each",
+           std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
+}
+
+nb::object head_rms_norm(Team& team, const Array& qkv, const Array& q_weight,
+                         const Array& k_weight, float eps, int64_t num_heads,
+                         int64_t num_kv_heads) {
+  constexpr auto kOp = "head_rms_norm";
+  HeadRmsNormArgs args;
+  args.q_weight = elements<float>(kOp, "q_weight", q_weight, {kAny});
+  args.head_dim = num_rows(q_weight);
+  if (args.head_dim > kMaxColumns)
+    refuse(kOp, "q_weight", "at most 2**31 numbers", std::to_string(args.head_dim));
+  args.k_weight = elements<float>(kOp, "k_weight", k_weight, {args.head_dim});
+  check_num_heads(kOp, num_heads, num_kv_heads);
+  args.num_heads = num_heads;
+  args.num_kv_heads = num_kv_heads;
+  args.eps = eps;
+  const int64_t width = (num_heads + 2 * num_kv_heads) * args.head_dim;
+  args.qkv = elements<float>(kOp, "qkv", qkv, {kAny, width});
+  args.num_tokens = num_rows(qkv);
+  const Output out = make_output(Dtype::kFloat32, args.num_tokens, width);
+  args.out = static_cast<float*>(out.data);
+  run_op(team, kernels().head_rms_norm, args);
+  return out.array;
+}
+
 nb::object rotary(Team& team, const Array& qkv, const Array& positions, const Array& cos_sin,
                   int64_t num_heads, int64_t num_kv_heads) {
   constexpr auto kOp = "rotary";
@@ -121,10 +151,7 @@ nb::object rotary(Team& team, const Array& qkv, const Array& positions, const Ar
   if (args.head_dim % 2 != 0 || args.head_dim > kMaxColumns)
     refuse(kOp, "cos_sin", "an even number of columns up to 2**31",
            std::to_string(args.head_dim));
-  if (num_heads < 1 || num_kv_heads < 1 || num_heads > kMaxHeads || num_kv_heads > kMaxHeads)
-    refuse(kOp, "num_heads",
-           "at least 1 head and 1 KV head, and at most " + std::to_string(kMaxHeads) + " of each",
-           std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
+  check_num_heads(kOp, num_heads, num_kv_heads);
   args.num_rotated = num_heads + num_kv_heads;
   args.num_copied = num_kv_heads;
   const int64_t width = (args.num_rotated + args.num_copied) * args.head_dim;
@@ -172,6 +199,8 @@ void bind_ops(nb::module_& m) {
           "Rows of float32 as int8 inputs of products.");
   ops.def("rms_norm", &rms_norm, nb::arg("team"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"),
           nb::arg("out_dtype"));
+  ops.def("head_rms_norm", &head_rms_norm, nb::arg("team"), nb::arg("qkv"), nb::arg("q_weight"),
+          nb::arg("k_weight"), nb::arg("eps"), nb::arg("num_heads"), nb::arg("num_kv_heads"));
   ops.def("rotary", &rotary, nb::arg("team"), nb::arg("qkv"), nb::arg("positions"),
           nb::arg("cos_sin"), nb::arg("num_heads"), nb::arg("num_kv_heads"));
   ops.def("select_rows", &select_rows, nb::arg("team"), nb::arg("x"), nb::arg("rows"));

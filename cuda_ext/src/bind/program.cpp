@@ -64,12 +64,28 @@ void add_paged_attention(Program& program, BufferId qkv, int64_t layer, int64_t 
                               parse_any_dtype("paged_attention", "out_dtype", out_dtype));
 }
 
-void add_rotary(Program& program, BufferId qkv, const Array& cos_sin, int64_t num_heads,
-                int64_t num_kv_heads, BufferId out) {
+// The heads of the cache.
+const KvCache& check_num_kv_heads(const char* op, const Program& program, int64_t num_kv_heads) {
   const KvCache& cache = program.cache();
   if (num_kv_heads != cache.num_kv_heads)
-    refuse("rotary", "num_kv_heads", std::to_string(cache.num_kv_heads) + " as the cache has",
+    refuse(op, "num_kv_heads", std::to_string(cache.num_kv_heads) + " as the cache has",
            std::to_string(num_kv_heads));
+  return cache;
+}
+
+void add_head_rms_norm(Program& program, BufferId qkv, const Array& q_weight,
+                       const Array& k_weight, float eps, int64_t num_heads, int64_t num_kv_heads,
+                       BufferId out) {
+  constexpr auto kOp = "head_rms_norm";
+  const KvCache& cache = check_num_kv_heads(kOp, program, num_kv_heads);
+  const float* q_values = elements<float>(kOp, "q_weight", q_weight, {cache.head_dim});
+  const float* k_values = elements<float>(kOp, "k_weight", k_weight, {cache.head_dim});
+  program.add_head_rms_norm(qkv, q_values, k_values, eps, num_heads, out);
+}
+
+void add_rotary(Program& program, BufferId qkv, const Array& cos_sin, int64_t num_heads,
+                int64_t num_kv_heads, BufferId out) {
+  const KvCache& cache = check_num_kv_heads("rotary", program, num_kv_heads);
   const float* table = elements<float>("rotary", "cos_sin", cos_sin, {kAny, cache.head_dim});
   program.add_rotary(qkv, table, static_cast<int64_t>(cos_sin.shape(0)), num_heads, out);
 }
@@ -139,6 +155,10 @@ void bind_program(nb::module_& m) {
            nb::arg("extent"), nb::arg("row_bytes"), nb::arg("place"))
       .def("add_rms_norm", &add_rms_norm, nb::arg("x"), nb::arg("weight").noconvert(),
            nb::arg("eps"), nb::arg("out"), nb::arg("out_dtype"), nb::keep_alive<1, 3>())
+      .def("add_head_rms_norm", &add_head_rms_norm, nb::arg("qkv"),
+           nb::arg("q_weight").noconvert(), nb::arg("k_weight").noconvert(), nb::arg("eps"),
+           nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("out"), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>())
       .def("add_rotary", &add_rotary, nb::arg("qkv"), nb::arg("cos_sin").noconvert(),
            nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("out"), nb::keep_alive<1, 3>())
       .def("add_store_kv", &Program::add_store_kv, nb::arg("qkv"), nb::arg("layer"),

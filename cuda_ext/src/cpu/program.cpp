@@ -45,6 +45,14 @@ struct Program::Impl {
     return num_heads;
   }
 
+  // Of an op that may write over what it reads.
+  void check_qkv_out(const char* op, BufferId qkv, int64_t num_heads, BufferId out) const {
+    const OpBuffers buffers{op, arena};
+    buffers.check("qkv", qkv, Extent::kTokens, qkv_bytes(num_heads));
+    buffers.check("out", out, Extent::kTokens, qkv_bytes(num_heads));
+    if (!buffers.are_one_place(qkv, out)) buffers.check_apart(out, {qkv});
+  }
+
   template <class Weight>
   void add_embedding(const Weight& weight, BufferId out) {
     const OpBuffers buffers{"embedding", arena};
@@ -180,17 +188,31 @@ void Program::add_quantize(BufferId x, int64_t width, BufferId out) {
   });
 }
 
+void Program::add_head_rms_norm(BufferId qkv, const float* q_weight, const float* k_weight,
+                                float eps, int64_t num_heads, BufferId out) {
+  HeadRmsNormArgs args{};
+  args.num_heads = impl_->check_num_heads("head_rms_norm", num_heads);
+  args.num_kv_heads = impl_->cache.num_kv_heads;
+  args.head_dim = impl_->cache.head_dim;
+  args.q_weight = q_weight;
+  args.k_weight = k_weight;
+  args.eps = eps;
+  impl_->check_qkv_out("head_rms_norm", qkv, num_heads, out);
+  impl_->add(kernels().head_rms_norm, args, [qkv, out](HeadRmsNormArgs& args, const Step& step) {
+    step.place(args.qkv, qkv);
+    step.place(args.out, out);
+    args.num_tokens = step.num_rows(qkv);
+  });
+}
+
 void Program::add_rotary(BufferId qkv, const float* cos_sin, int64_t max_positions,
                          int64_t num_heads, BufferId out) {
-  const OpBuffers buffers{"rotary", impl_->arena};
   RotaryArgs args{};
   args.num_rotated = impl_->check_num_heads("rotary", num_heads) + impl_->cache.num_kv_heads;
   args.num_copied = impl_->cache.num_kv_heads;
   args.head_dim = impl_->cache.head_dim;
   args.cos_sin = cos_sin;
-  buffers.check("qkv", qkv, Extent::kTokens, impl_->qkv_bytes(num_heads));
-  buffers.check("out", out, Extent::kTokens, impl_->qkv_bytes(num_heads));
-  if (!buffers.are_one_place(qkv, out)) buffers.check_apart(out, {qkv});
+  impl_->check_qkv_out("rotary", qkv, num_heads, out);
   impl_->max_positions = std::min(impl_->max_positions, max_positions);
   impl_->add(kernels().rotary, args, [qkv, out](RotaryArgs& args, const Step& step) {
     step.place(args.qkv, qkv);

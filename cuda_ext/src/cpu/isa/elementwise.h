@@ -1,4 +1,5 @@
-// Kernels that compute rows from rows: embedding, rms_norm, quantize, rotary, select_rows.
+// Kernels that compute rows from rows: embedding, rms_norm, quantize, head_rms_norm, rotary,
+// select_rows.
 #pragma once
 
 #include "pack.h"
@@ -7,6 +8,7 @@
 namespace {
 
 using streamkv::EmbeddingArgs;
+using streamkv::HeadRmsNormArgs;
 using streamkv::RmsNormArgs;
 using streamkv::RotaryArgs;
 using streamkv::SelectRowsArgs;
@@ -62,34 +64,28 @@ inline float sum_of_squares(const float* x, int64_t length) {
 }
 
 // What a row is multiplied by, but for the weight.
-inline vfloat rms_scale(const RmsNormArgs& args, const float* x) {
-  const float mean_square = sum_of_squares(x, args.hidden) / (float)args.hidden;
-  return broadcast(1.0f / __builtin_sqrtf(mean_square + args.eps));
+inline vfloat rms_scale(const float* x, int64_t length, float eps) {
+  const float mean_square = sum_of_squares(x, length) / (float)length;
+  return broadcast(1.0f / __builtin_sqrtf(mean_square + eps));
 }
 
+// `out` may be `x`.
 template <class E>
-inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
-  const float* x = args.x + row * args.hidden;
-  E* out = (E*)args.out + row * args.hidden;
-  const vfloat scale = rms_scale(args, x);
+inline void rms_norm_row(const float* x, const float* weight, int64_t length, float eps, E* out) {
+  const vfloat scale = rms_scale(x, length, eps);
   along(
-      args.hidden,
-      [&](int64_t i) { store(out + i, load(x + i) * scale * load(args.weight + i)); },
+      length, [&](int64_t i) { store(out + i, load(x + i) * scale * load(weight + i)); },
       [&](int64_t i, int64_t n) {
-        store_some(out + i, load_some(x + i, n) * scale * load_some(args.weight + i, n), n);
+        store_some(out + i, load_some(x + i, n) * scale * load_some(weight + i, n), n);
       });
 }
 
-template <>
-inline void rms_norm_row<InputGroup>(const RmsNormArgs& args, int64_t row) {
-  const float* x = args.x + row * args.hidden;
-  const vfloat scale = rms_scale(args, x);
+inline void rms_norm_row(const float* x, const float* weight, int64_t length, float eps,
+                         InputGroup* out) {
+  const vfloat scale = rms_scale(x, length, eps);
   quantize_row(
-      args.hidden, (InputGroup*)args.out + row * row_groups(args.hidden),
-      [&](int64_t i) { return load(x + i) * scale * load(args.weight + i); },
-      [&](int64_t i, int64_t n) {
-        return load_some(x + i, n) * scale * load_some(args.weight + i, n);
-      });
+      length, out, [&](int64_t i) { return load(x + i) * scale * load(weight + i); },
+      [&](int64_t i, int64_t n) { return load_some(x + i, n) * scale * load_some(weight + i, n); });
 }
 
 int64_t rms_norm_num_items(const RmsNormArgs& args, int) {
@@ -97,10 +93,14 @@ int64_t rms_norm_num_items(const RmsNormArgs& args, int) {
 }
 
 void rms_norm_run(const RmsNormArgs& args, int64_t item, void*) {
+  const int64_t hidden = args.hidden;
   each_row(args.num_rows, rms_norm_num_items(args, 1), item, [&](int64_t row) {
-    if (args.out_dtype == Dtype::kFloat32) rms_norm_row<float>(args, row);
-    else if (args.out_dtype == Dtype::kBFloat16) rms_norm_row<bf16>(args, row);
-    else rms_norm_row<InputGroup>(args, row);
+    const auto write_to = [&](auto* out) {
+      rms_norm_row(args.x + row * hidden, args.weight, hidden, args.eps, out);
+    };
+    if (args.out_dtype == Dtype::kFloat32) write_to((float*)args.out + row * hidden);
+    else if (args.out_dtype == Dtype::kBFloat16) write_to((bf16*)args.out + row * hidden);
+    else write_to((InputGroup*)args.out + row * row_groups(hidden));
   });
 }
 
@@ -115,6 +115,30 @@ void quantize_run(const QuantizeArgs& args, int64_t item, void*) {
         args.width, args.out + row * row_groups(args.width),
         [&](int64_t i) { return load(x + i); },
         [&](int64_t i, int64_t n) { return load_some(x + i, n); });
+  });
+}
+
+inline int64_t qkv_width(const HeadRmsNormArgs& args) {
+  return (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
+}
+
+int64_t head_rms_norm_num_items(const HeadRmsNormArgs& args, int) {
+  return num_row_items(args.num_tokens, qkv_width(args), kItemElements);
+}
+
+void head_rms_norm_run(const HeadRmsNormArgs& args, int64_t item, void*) {
+  const int64_t head_dim = args.head_dim, width = qkv_width(args);
+  const int64_t keys = args.num_heads * head_dim, values = keys + args.num_kv_heads * head_dim;
+  each_row(args.num_tokens, head_rms_norm_num_items(args, 1), item, [&](int64_t token) {
+    const float* x = args.qkv + token * width;
+    float* out = args.out + token * width;
+    const auto norm = [&](int64_t begin, int64_t end, const float* weight) {
+      for (int64_t at = begin; at < end; at += head_dim)
+        rms_norm_row(x + at, weight, head_dim, args.eps, out + at);
+    };
+    norm(0, keys, args.q_weight);
+    norm(keys, values, args.k_weight);
+    if (out != x) memcpy(out + values, x + values, (width - values) * sizeof(float));
   });
 }
 

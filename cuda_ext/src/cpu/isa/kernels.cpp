@@ -31,6 +31,7 @@ const Kernels STREAMKV_PART(kKernels) = {
     {embedding_num_items, embedding_run},
     {rms_norm_num_items, rms_norm_run},
     {STREAMKV_PART(matmul_num_items), STREAMKV_PART(matmul_run)},
+    {head_rms_norm_num_items, head_rms_norm_run},
     {rotary_num_items, rotary_run},
     {store_kv_num_items, store_kv_run},
     {STREAMKV_PART(attention_num_items), STREAMKV_PART(attention_run)},

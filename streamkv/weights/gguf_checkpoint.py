@@ -1,14 +1,13 @@
-"""A llama-family GGUF file under Hugging Face names: config, tensor names and row order.
+"""A GGUF file under Hugging Face names: config, tensor names and row order.
 
-Owns the translation that llama.cpp's converter made, backwards. The file format is gguf.py's; what
-the config means is models.ModelConfig's. Invariant: `config`, `shapes` and `chunks` answer as the
-Hugging Face folder the file was converted from would.
+Owns the translation that llama.cpp's converter made, backwards; what differs by architecture is
+gguf_families.py's. The file format is gguf.py's; what the config means is models'. Invariant:
+`config`, `shapes` and `chunks` answer as the Hugging Face folder the file was converted from would.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from numpy.typing import NDArray
 
 from ..errors import ModelLoadError
 from .gguf import GGUFFile
+from .gguf_families import Family, family_of, huggingface_name
 from .gguf_rope import FACTORS_TENSOR, rope_parameters
 from .reading import ROW_MULTIPLE, Bytes, RowRange
 
-# config.json key -> metadata key after "llama."
+# config.json key -> metadata key after the architecture's name
 CONFIG_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -33,25 +33,7 @@ CONFIG_KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 HEADS_REORDERED = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
-LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-
 
 Rows = NDArray[Any]  # of values, or of bytes
 
@@ -61,16 +43,16 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
-        _check_family(self._file)
+        self._family = family_of(self._file.metadata, path)
         self._names = {
-            _huggingface_name(name, path): name
+            huggingface_name(name, self._family, path): name
             for name in self._file.tensors
             if name != FACTORS_TENSOR
         }
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: self._file.tensors[own].shape for name, own in self._names.items()
         }
-        self.config: Mapping[str, Any] = _config(self._file, self.shapes)
+        self.config: Mapping[str, Any] = _config(self._file, self._family, self.shapes)
 
     def format(self, name: str) -> str:
         return self._file.tensors[self._names[name]].type
@@ -100,9 +82,10 @@ class GGUFCheckpoint:
 
     def _num_reordered_heads(self, name: str) -> int:
         """In how many heads the converter permuted rows; 0: in none."""
-        for projection, key in HEADS_REORDERED.items():
-            if projection in name:
-                return int(self.config[key])
+        if self._family.pairs_neighbours:
+            for projection, key in HEADS_REORDERED.items():
+                if projection in name:
+                    return int(self.config[key])
         return 0
 
     def identity(self) -> tuple[Any, ...]:
@@ -115,61 +98,34 @@ class GGUFCheckpoint:
         self._file.close()
 
 
-def _huggingface_name(name: str, path: Path) -> str:
-    """The checkpoint name of a GGUF tensor. No two have the same: an unknown one is refused, even
-    if it is called as the checkpoint would call it."""
-    if match := LAYER_TENSOR.fullmatch(name):
-        layer, part, kind = match.groups()
-        if part in LAYER_NAMES:
-            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
-    stem, _, kind = name.rpartition(".")
-    if stem not in NAMES:
-        raise ModelLoadError(
-            f"{path}: tensor {name!r} is unexpected: the architecture has no such weight"
-        )
-    return f"{NAMES[stem]}.{kind}"
-
-
-def _check_family(file: GGUFFile) -> None:
-    """Raise for architectures and variants whose arithmetic differs from plain Llama's."""
-    metadata = file.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise ModelLoadError(
-            f"{file.path}: expected general.architecture 'llama', got {architecture!r}"
-        )
-    if metadata.get("llama.expert_count", 0):
-        raise ModelLoadError(f"{file.path}: mixture-of-experts models are not supported")
-
-
-def _config(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _config(
+    file: GGUFFile, family: Family, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """What the model's config.json would say."""
     metadata = file.metadata
+    prefix = f"{metadata['general.architecture']}."
     config: dict[str, Any] = {
-        key: metadata[f"llama.{own}"]
-        for key, own in CONFIG_KEYS.items()
-        if f"llama.{own}" in metadata
+        key: metadata[prefix + own] for key, own in CONFIG_KEYS.items() if prefix + own in metadata
     }
-    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
+    config.setdefault("num_key_value_heads", num_heads)
+    if isinstance(num_heads, int) and num_heads > 0 and isinstance(hidden_size, int):
+        head_dim = config.setdefault("head_dim", hidden_size // num_heads)
+        rotated = metadata.get(f"{prefix}rope.dimension_count", head_dim)
+        if rotated != head_dim:
+            raise ModelLoadError(
+                f"{file.path}: expected {prefix}rope.dimension_count to be the head size "
+                f"{head_dim}, got {rotated!r:.100}"
+            )
     tokens = metadata.get("tokenizer.ggml.tokens")
-    config |= {
-        "architectures": ["LlamaForCausalLM"],
+    return config | {
+        "architectures": [family.architecture],
         "vocab_size": len(tokens) if isinstance(tokens, list) else None,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in shapes,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
         "rope_parameters": _rope_parameters(file),
     }
-    num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
-    if isinstance(num_heads, int) and num_heads > 0 and isinstance(hidden_size, int):
-        head_dim = config.get("head_dim", hidden_size // num_heads)
-        rotated = metadata.get("llama.rope.dimension_count", head_dim)
-        if rotated != head_dim:
-            raise ModelLoadError(
-                f"{file.path}: expected llama.rope.dimension_count to be the head size "
-                f"{head_dim}, got {rotated!r}"
-            )
-    return config
 
 
 def _rope_parameters(file: GGUFFile) -> dict[str, Any]:

@@ -1,0 +1,34 @@
+"""From what was asked for on the command line to SamplingParams.
+
+Owns which default stands: what was asked, else the checkpoint's, else the API's. Invariant: what
+was asked wrongly is a ConfigError before anything loads, and no answer is longer than its context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..engine.async_engine import AsyncEngine
+from ..errors import ConfigError, InvalidRequestError
+from ..protocol import SamplingParams
+from .options import SamplingConfig
+
+
+def check_sampling(options: SamplingConfig) -> None:
+    """ConfigError, naming the flag, for a value that makes no sense."""
+    try:
+        SamplingParams(**options.asked())
+    except InvalidRequestError as error:
+        flag = f"--{error.param}".replace("_", "-")
+        raise ConfigError(f"{flag}: {error.message.partition(': ')[2]}") from None
+
+
+def sampling_within(
+    engine: AsyncEngine, options: SamplingConfig, num_prompt_tokens: int, **fallbacks: Any
+) -> SamplingParams:
+    """For an answer to a prompt of so many tokens. `fallbacks` stand where neither the options nor
+    the checkpoint say otherwise; the answer is never longer than there is room for."""
+    values = {"max_tokens": None, **fallbacks, **engine.sampling_defaults, **options.asked()}
+    room = engine.info.max_model_len - num_prompt_tokens
+    values["max_tokens"] = min(values["max_tokens"] or room, room)
+    return SamplingParams(**values)

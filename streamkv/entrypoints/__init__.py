@@ -1,0 +1,1 @@
+"""Where scripts written for vLLM expect the server."""

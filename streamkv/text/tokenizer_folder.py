@@ -1,0 +1,144 @@
+"""What a folder in Hugging Face format says of its tokenizer.
+
+Owns which files that is: tokenizer.json, or an older format that converts to it, and the special
+tokens, end tokens and chat template that other files add. Knows nothing about what a Tokenizer
+makes of them. Invariant: each broken file is a ModelLoadError that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from ..errors import ModelLoadError, one_line
+from ..files import is_file, read_object_if_any, read_text, unreadable, what_it_is
+
+MAX_TOKEN_ID = 2**31 - 1
+PANIC = "PanicException"  # what a bug in a library of Rust raises; it can't be imported
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_OLDER_FILES = (  # one of these is what a tokenizer from before tokenizer.json is converted from
+    *("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    "tekken.json",
+)
+
+
+class TokenizerFolder(NamedTuple):
+    backend: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str]  # "bos_token", … → its text
+    eos_token_ids: frozenset[int]
+    chat_template: str | None
+
+
+def read_tokenizer_folder(path: Path, chat_template: str | None = None) -> TokenizerFolder:
+    """Everything at once; a `chat_template` that is given stands for the folder's.
+    ModelLoadError."""
+    backend = _read_backend(path)
+    config = read_object_if_any(path / "tokenizer_config.json")
+    specials = _special_tokens(read_object_if_any(path / "special_tokens_map.json") | config)
+    eos_ids = declared_eos_ids(path)
+    eos_id = backend.token_to_id(specials.get("eos_token", ""))
+    return TokenizerFolder(
+        backend=backend,
+        special_tokens=specials,
+        eos_token_ids=eos_ids if eos_id is None else eos_ids | {eos_id},
+        chat_template=_template_source(path, config) if chat_template is None else chat_template,
+    )
+
+
+def declared_eos_ids(path: Path) -> frozenset[int]:
+    """The union of what the model's two configs declare, each an int, a list or absent.
+
+    A negative id is refused: a model without an end token leaves the key out, or writes null.
+    """
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        value = read_object_if_any(file).get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:  # bool is no id
+                raise ModelLoadError(
+                    f"{file}: expected eos_token_id to be whole numbers from 0 to {MAX_TOKEN_ID}, "
+                    f"got {token_id!r:.100}; mend the file"
+                )
+            ids.add(token_id)
+    return frozenset(ids)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    file = path / "tokenizer.json"
+    is_there = is_file(file)
+    older = next((path / name for name in _OLDER_FILES if (path / name).is_file()), None)
+    if not is_there and older is None:
+        raise ModelLoadError(
+            f"{path}: expected a tokenizer, got no tokenizer.json and none of "
+            f"{', '.join(_OLDER_FILES)}; get the whole checkpoint, or name another with --tokenizer"
+        )
+    try:
+        if is_there:
+            return tokenizers.Tokenizer.from_file(str(file))
+        return _converted(path)
+    except OSError as error:
+        raise unreadable(file if is_there else older or path, error) from error
+    # `tokenizers` raises bare Exception, `transformers` anything.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+        found = file if is_there else older or path
+        kind = what_it_is(found)
+        reason = one_line(error) if kind in ("", "JSON") else f"it is {kind}"
+        raise ModelLoadError(
+            f"{found}: the tokenizer can't be read: {reason or type(error).__name__}; get the file "
+            "again, or name another tokenizer with --tokenizer"
+        ) from error
+
+
+def _converted(path: Path) -> tokenizers.Tokenizer:
+    """Only tokenizers of the formats before tokenizer.json need the conversion, and its import."""
+    from transformers import AutoTokenizer
+
+    # False: left out, it asks on the terminal.
+    converted = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ValueError(
+            f"expected one that converts to tokenizer.json, got {type(converted).__name__}"
+        )
+    return backend
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name → text of the special tokens; each is written as a string or as {"content": …}."""
+    found = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template: chat_template.jinja, chat_template.json or tokenizer_config.json. Where
+    there are several by name, the one called default."""
+    file = path / "chat_template.jinja"
+    if is_file(file):
+        return read_text(file)
+    source = read_object_if_any(path / "chat_template.json").get("chat_template")
+    source = config.get("chat_template") if source is None else source
+    if source is None or isinstance(source, str):
+        return source
+    by_name: dict[str, str] = {}
+    for entry in source if isinstance(source, list) else [source]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                by_name[name] = template
+            case _:
+                raise ModelLoadError(
+                    f"{path}: expected the chat template to be a string or a list of templates "
+                    f"with names, got {source!r:.100}; mend the checkpoint's chat template, or "
+                    "name a file with --chat-template"
+                )
+    return by_name.get("default")

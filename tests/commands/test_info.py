@@ -1,0 +1,54 @@
+"""`streamkv info`: what it says of a checkpoint besides its weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from tiny import save_tiny_checkpoint, tiny_tokenizer
+
+from streamkv.cli import main
+
+
+def said_of(capsys, *arguments) -> dict[str, str]:
+    assert main(["info", *map(str, arguments)]) == 0
+    return {line[:16].strip(): line[17:] for line in capsys.readouterr().out.splitlines()}
+
+
+def test_it_says_what_texts_are_made_of(checkpoint, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    said = said_of(capsys, folder)
+    assert said["architecture"] == "LlamaForCausalLM"
+    assert said["tokenizer"] == f"byte-level BPE, {tiny_tokenizer().vocab_size} tokens"
+    assert said["chat template"] == "yes"
+    assert said["end tokens"] == "<|endoftext|> (0), <|im_end|> (2)"
+    assert said["sampling"] == "the API's defaults"
+    defaults = {"temperature": 0.6, "top_k": None, "max_new_tokens": 32}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    (folder / "tokenizer_config.json").write_text("{}")
+    said = said_of(capsys, folder)
+    assert said["sampling"] == "temperature 0.6, max_tokens 32"
+    assert said["end tokens"] == "<|im_end|> (2)"
+    assert said["chat template"].startswith("none")
+    assert said_of(capsys, folder, "--generation-config", "vllm")["sampling"].startswith("the API")
+
+
+def test_it_says_that_a_folder_without_a_tokenizer_can_not_be_served(checkpoint, tmp_path, capsys):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").unlink()
+    said = said_of(capsys, tmp_path)
+    assert said["tokenizer"].startswith(f"serve would refuse the model: {tmp_path}")
+    assert "weights" in said
+    assert "chat template" not in said
+
+
+def test_it_says_that_the_context_ends_where_a_window_would_begin(tmp_path, capsys):
+    save_tiny_checkpoint(
+        tmp_path, architecture="MistralForCausalLM", hidden_size=64, sliding_window=64
+    )
+    said = said_of(capsys, tmp_path)
+    assert said["context"].startswith("64 tokens of the checkpoint's 256; ")
+    assert "64 that its layers attend to" in said["context"]
+    said = said_of(capsys, tmp_path, "--max-model-len", "32")
+    assert said["context"].startswith("32 tokens of the checkpoint's 256")
