@@ -53,7 +53,7 @@ VOLUME /data
 EXPOSE 8000
 # 503 while the model is downloaded and loaded: that may take its time.
 HEALTHCHECK --start-period=30m --interval=10s --timeout=5s --retries=3 \
-    CMD ["python", "-m", "streamkv.commands.health"]
+    CMD ["python", "-m", "streamkv.healthcheck"]
 ENTRYPOINT ["streamkv", "serve"]
 
 FROM runtime AS cuda

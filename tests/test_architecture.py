@@ -35,6 +35,7 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
     "flags_page": 6,
     "entrypoints": 6,
     "cli": 6,
+    "healthcheck": 6,
     "__main__": 6,
 }
 SAME_LAYER = {  # the few siblings that may see each other
@@ -53,6 +54,7 @@ SAME_LAYER = {  # the few siblings that may see each other
     ("cli", "flags"),
     ("cli", "config_file"),
     ("entrypoints", "cli"),
+    ("healthcheck", "cli"),
     ("cli", "bench"),
     ("cli", "info"),
     ("cli", "eval"),

@@ -1,4 +1,4 @@
-"""Tokenizer against `tokenizers`, `transformers` and the models' published rules."""
+"""Tokenizer: folders and bytes, against `tokenizers` and `transformers`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import tokenizers
 from corpus import TEXTS
 from tiny import CHATML, sentencepiece_backend, tiny_gguf_metadata, tiny_tokenizer
-from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from streamkv.errors import InvalidRequestError, ModelLoadError
 from streamkv.text.detokenizer import Detokenizer
 from streamkv.text.tokenizer import Tokenizer
-from streamkv.weights.hub import Checkpoint
-
 
 # --- folders ---------------------------------------------------------------------------------
 
