@@ -6,14 +6,15 @@ that it listens. The exit code is 0 if GET /health answers 200.
 
 from __future__ import annotations
 
+import http.client
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cli import Call, build_parser, with_dashes
+from .cli import Call, build_parser
 from .errors import ConfigError
+from .flags import with_dashes
 
 SERVER_COMMAND_LINE = Path("/proc/1/cmdline")
 TIMEOUT_S = 4.0
@@ -27,7 +28,7 @@ def main() -> int:
         url = health_url(words)
         with urllib.request.urlopen(url, timeout=TIMEOUT_S):
             return 0
-    except (ConfigError, urllib.error.URLError, TimeoutError) as error:  # any other status too
+    except (ConfigError, OSError, http.client.HTTPException) as error:  # any other status too
         print(f"healthcheck: {error}", file=sys.stderr)
         return 1
 

@@ -55,6 +55,7 @@ SAME_LAYER = {  # the few siblings that may see each other
     ("cli", "config_file"),
     ("entrypoints", "cli"),
     ("healthcheck", "cli"),
+    ("healthcheck", "flags"),
     ("cli", "bench"),
     ("cli", "info"),
     ("cli", "eval"),
