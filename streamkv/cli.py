@@ -21,6 +21,7 @@ from .bench.options import (
     KernelsConfig,
     LatencyConfig,
     LoadConfig,
+    OfflineConfig,
     StartupConfig,
 )
 from .commands.options import PULL_FLAGS, ChatConfig, GenerateConfig
@@ -281,6 +282,12 @@ def _bench_latency(call: Call) -> int:
     return bench_latency(call.engine_config(), call.options(LatencyConfig))
 
 
+def _bench_offline(call: Call) -> int:
+    from .bench.offline import bench_offline
+
+    return bench_offline(call.engine_config(), call.options(OfflineConfig))
+
+
 def _bench_startup(call: Call) -> int:
     from .bench.startup import bench_startup
 
@@ -343,6 +350,12 @@ BENCHMARKS: Mapping[str, Command] = {
         _bench_latency,
         LatencyConfig,
         "time to the first token and between tokens, in this process",
+        TABLE,
+    ),
+    "offline": Command(
+        _bench_offline,
+        OfflineConfig,
+        "batches of prompts through LLM.generate, in this process",
         TABLE,
     ),
     "startup": Command(

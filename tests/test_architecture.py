@@ -73,6 +73,7 @@ TORCH_MODULES = (
     "ops/kernels.py",
     "weights/torch_loader.py",
     "eval/oracle.py",
+    "bench/one_by_one.py",
 )
 
 

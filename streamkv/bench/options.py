@@ -56,6 +56,20 @@ class LatencyConfig(LoadConfig, frozen=True, kw_only=True):
     output_len: Annotated[Length, Meta(description="tokens generated for each request")] = 32
 
 
+class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Batches through LLM.generate."""
+
+    num_prompts: Annotated[Length, Meta(description="prompts of a batch")] = 50
+    input_len: Annotated[Length, Meta(description="tokens of each prompt")] = 128
+    output_len: Annotated[Length, Meta(description="tokens generated for each prompt")] = 64
+    rounds: Annotated[Length, Meta(description="medians are taken over rounds")] = 3
+    prompt_seed: Annotated[int, Meta(ge=0, description="of the prompts (0: new in each run)")] = 0
+    transformers: Annotated[
+        bool,
+        Meta(description="beside it: transformers' generate on the same folder, prompt by prompt"),
+    ] = False
+
+
 class StartupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Fresh processes, one after the other."""
 

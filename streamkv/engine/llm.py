@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 from .. import vllm_options
 from ..config import EngineConfig
 from ..errors import EngineDeadError, InvalidRequestError
-from ..protocol import SamplingParams
+from ..protocol import RunnerInfo, SamplingParams
 from ..text.tokenizer import Tokenizer
 from .async_engine import AsyncEngine
 from .background import BackgroundEngine
@@ -136,6 +136,11 @@ class LLM:
             },
         )
         return self._run(found, sampling_params, use_tqdm, None)
+
+    @property
+    def info(self) -> RunnerInfo:
+        """Facts and plan of the loaded model."""
+        return self._background.engine.info
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's."""

@@ -2,8 +2,8 @@
 
 Owns the bytes of a character that is not complete yet. Knows nothing about stop strings or
 requests. Invariant: however the ids are split into pushes, the texts joined are the tokenizer's
-decode of all of them, less a character left incomplete at the end; U+FFFD appears only for bytes
-that are no UTF-8.
+decode of all of them (of a text that they go on with: what they add to it), less a character left
+incomplete at the end; U+FFFD appears only for bytes that are no UTF-8.
 """
 
 from __future__ import annotations

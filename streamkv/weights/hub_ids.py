@@ -51,7 +51,8 @@ def parse_hub_id(text: str, revision: str = "") -> HubId:
         file = unquote("/".join(parts[4:]))
     elif len(parts) > 2:
         file = "/".join(parts[2:])
-    if len(parts) < 2 or not (site or file.endswith(".gguf") or len(parts) == 2):
+    is_other = not site and len(parts) > 2 and not file.endswith(".gguf")
+    if is_other or len(parts) < 2 or text.startswith(("/", ".", "~")):
         raise NotAHubId("expected org/name, org/name:Q4_K_M or org/name/file.gguf")
     hub_id = HubId("/".join(parts[:2]), revision, normal_quant(quant), file)
     _check(hub_id, is_url=bool(site))

@@ -124,9 +124,10 @@ def _watch(process: subprocess.Popen[str], source: WheelFile, folder: Path, prog
 
 def _folder_bytes(folder: Path) -> int:
     num_bytes = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip has moved it meanwhile
-            num_bytes += path.lstat().st_size
+    for parent, _, names in os.walk(folder):  # which passes over folders that are gone meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):  # pip has moved it meanwhile
+                num_bytes += os.lstat(os.path.join(parent, name)).st_size
     return num_bytes
 
 

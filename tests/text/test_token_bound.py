@@ -12,6 +12,7 @@ from corpus import TEXTS
 from tiny import sentencepiece_backend, tiny_gguf_metadata, tiny_tokenizer
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
+from streamkv.text.pre_tokenizers import PRE_TOKENIZERS
 from streamkv.text.token_bound import NFC_SHRINKS
 from streamkv.text.tokenizer import Tokenizer
 
@@ -60,7 +61,7 @@ def test_bytes_without_a_token_are_no_reason_to_refuse_a_text(
     assert default_tokenizer.min_num_tokens(text) == 0
 
 
-@pytest.mark.parametrize("pre", ["default", "gpt-2", "smollm", "qwen2", "llama-bpe"])
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_no_text_has_fewer_tokens_than_its_bound_by_any_rule_of_cutting(pre: str) -> None:
     assert check_bound(tiny_tokenizer(**{"tokenizer.ggml.pre": pre})) > 20
 

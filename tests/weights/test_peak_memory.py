@@ -1,4 +1,8 @@
-"""While a model loads, memory holds it and little more, whatever its format."""
+"""While a model loads, memory holds it and little more, whatever its format.
+
+The models are large enough that a second copy, as it is stored or as it is computed with, would be
+too much.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 HIDDEN, MLP, KV, VOCABULARY = 1024, 4096, 512, 16384
 MARGIN_BYTES = 64 << 20  # rows in flight, a step's memory, the KV cache, the tokenizer
-TORCH_MARGIN_BYTES = 200 << 20  # torch's own kernels and their buffers besides
 PROBE = """
 import json, re, sys
 from pathlib import Path
@@ -35,7 +38,7 @@ options = json.loads(sys.argv[1])
 if options.get("ops") == "reference":
     import torch
 before = peak_bytes()
-small = dict(num_gpu_blocks_override=4, max_num_batched_tokens=64, max_num_seqs=4, threads=2)
+small = dict(num_gpu_blocks_override=4, max_num_batched_tokens=64, max_num_seqs=4, threads=1)
 model = build_model(EngineConfig(device="cpu", **small, **options), None, None, lambda *_: None)
 info = model.runner.load(lambda *_: None)
 print(peak_bytes() - before, info.weight_bytes)
@@ -145,9 +148,7 @@ def check_peak(cache: Path, model: Path, *, largest_bytes: float, **options: Any
     )
     assert done.returncode == 0, done.stderr
     peak_bytes, weight_bytes = map(int, done.stdout.split())
-    margin = TORCH_MARGIN_BYTES if options.get("ops") == "reference" else MARGIN_BYTES
-    assert weight_bytes <= peak_bytes <= weight_bytes + largest_bytes + margin
-    assert weight_bytes + largest_bytes + margin < 2 * weight_bytes or "quantization" in options
+    assert weight_bytes <= peak_bytes <= weight_bytes + largest_bytes + MARGIN_BYTES
 
 
 VALUES = VOCABULARY * HIDDEN  # of the largest tensor
@@ -171,5 +172,6 @@ def test_quantized_weights_of_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_tensors_of_torch(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path / "model", "F32", num_layers=8, num_shards=2)
-    check_peak(tmp_path, folder, largest_bytes=4 * VALUES, ops="reference")
+    folder = save_folder(tmp_path / "model", "BF16", num_layers=3, num_shards=2)
+    how = {"ops": "reference", "dtype": "float32"}
+    check_peak(tmp_path, folder, largest_bytes=2 * VALUES, **how)
