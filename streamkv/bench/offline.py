@@ -26,7 +26,7 @@ Generate = Callable[[Sequence[Sequence[int]], int], int]
 """Answers prompts with so many tokens each; returns how many there are in all."""
 
 NUM_FIRST = 2  # prompts to try each with, before anything is measured
-OURS, THEIRS = "LLM.generate", "transformers"
+OURS = "LLM.generate"
 
 
 def bench_offline(engine_config: EngineConfig, options: OfflineConfig) -> int:
@@ -36,11 +36,12 @@ def bench_offline(engine_config: EngineConfig, options: OfflineConfig) -> int:
         if folder:
             from .one_by_one import OneByOne
 
-            ways[THEIRS] = OneByOne(folder, llm.info.dtype).generate
+            theirs = f"transformers, {options.transformers_dtype}, one by one"
+            ways[theirs] = OneByOne(folder, options.transformers_dtype).generate
         rounds = measure(ways, options, llm.info.vocab_size)
         middle = {name: medians(figures) for name, figures in rounds.items()}
         if folder:
-            ratio = middle[OURS]["tokens_per_s"] / middle[THEIRS]["tokens_per_s"]
+            ratio = middle[OURS]["tokens_per_s"] / middle[theirs]["tokens_per_s"]
             middle[OURS]["times_transformers"] = ratio
         details = {
             "model": msgspec.to_builtins(llm.info),

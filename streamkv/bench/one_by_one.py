@@ -23,7 +23,8 @@ class OneByOne:
             raise ConfigError(f"--transformers needs torch and transformers: {error}") from error
         self._torch = torch
         self._generation_type: Any = transformers.GenerationConfig
-        transformers.utils.logging.disable_progress_bar()
+        logging: Any = transformers.utils.logging
+        logging.disable_progress_bar()
         model_type: Any = transformers.AutoModelForCausalLM
         self._model = model_type.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
 

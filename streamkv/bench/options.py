@@ -68,6 +68,10 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="beside it: transformers' generate on the same folder, prompt by prompt"),
     ] = False
+    transformers_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Meta(description="of transformers; float32 is the faster where bfloat16 is emulated"),
+    ] = "float32"
 
 
 class StartupConfig(msgspec.Struct, frozen=True, kw_only=True):

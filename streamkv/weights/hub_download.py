@@ -37,7 +37,6 @@ def main() -> None:
     request = msgspec.json.decode(sys.argv[1], type=Request)
     teller = Teller()
     teller.start()
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     download = Download(request, teller)
     try:

@@ -22,7 +22,7 @@ import msgspec
 
 from ..errors import ModelLoadError, one_line
 from .hub_ids import HubId
-from .jobs import Watch, progress_bar, unwatched
+from .jobs import Watch, unwatched
 
 _PROGRAM = f"{__package__}.hub_download"
 _END_S = 5.0  # until a process that was asked to end is killed
@@ -99,7 +99,7 @@ def _process(request: Request, errors: IO[bytes]) -> Iterator[IO[bytes]]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=errors,
+        stderr=None if sys.stderr.isatty() else errors,  # where the library shows its bars
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -115,19 +115,16 @@ def _process(request: Request, errors: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _follow(messages: IO[bytes], repo: str, progress: Watch) -> Path | None:
-    """Show what is told until there is a result; None if there is none."""
-    stage = f"downloading {repo}"
-    with progress_bar(0, stage) as bar:
-        for line in messages:
-            match msgspec.json.decode(line, type=Message):
-                case Step(num_bytes, total_bytes):
-                    bar.total = total_bytes
-                    bar.update(num_bytes - bar.n)
-                    progress(stage, num_bytes / total_bytes if total_bytes else 0.0)
-                case Note(text, is_warning):
-                    logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-                case Fetched(path):
-                    return Path(path)
-                case Failed(reason):
-                    raise ModelLoadError(f"{repo}: {reason}")
+    """Pass on what is told until there is a result; None if there is none."""
+    for line in messages:
+        match msgspec.json.decode(line, type=Message):
+            case Step(num_bytes, total_bytes):
+                fraction = num_bytes / total_bytes if total_bytes else 0.0
+                progress(f"downloading {repo}", fraction)
+            case Note(text, is_warning):
+                logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+            case Fetched(path):
+                return Path(path)
+            case Failed(reason):
+                raise ModelLoadError(f"{repo}: {reason}")
     return None
