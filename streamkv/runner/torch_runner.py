@@ -236,7 +236,9 @@ def _select_device(config: EngineConfig) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if config.device == "cuda":
-        raise ConfigError("--device cuda: expected a CUDA device, torch finds none; use --device cpu")
+        raise ConfigError(
+            "--device cuda: expected a CUDA device, torch finds none; use --device cpu"
+        )
     return torch.device("cpu")
 
 
