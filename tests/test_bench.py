@@ -15,9 +15,9 @@ from fakes import FakeRunner
 from safetensors import safe_open
 from tiny import save_tiny_checkpoint, tiny_tokenizer
 
-from streamkv.bench import kernels, peaks, profile, report, startup
+from streamkv.bench import kernels, offline, peaks, profile, report, startup
 from streamkv.bench.load import Load, closed_loop, measure
-from streamkv.bench.options import KernelsConfig, LoadConfig
+from streamkv.bench.options import KernelsConfig, LoadConfig, OfflineConfig
 from streamkv.bench.throughput import loads_of
 from streamkv.cli import main
 from streamkv.config import EngineConfig
@@ -126,6 +126,55 @@ def test_a_model_is_measured_from_the_command_line(benchmark, checkpoint, capsys
 def test_a_prompt_beyond_the_context_is_one_line(checkpoint, capsys):
     assert main(["bench", "throughput", str(checkpoint), "--input-len", "9999"]) == 1
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def test_each_way_gets_the_same_prompts_in_each_round_and_new_ones_in_the_next():
+    seen: dict[str, list[Any]] = {"ours": [], "theirs": []}
+
+    def way(name: str) -> offline.Generate:
+        def generate(prompts: Any, num_tokens: int) -> int:
+            seen[name].append(prompts)
+            return len(prompts) * num_tokens
+
+        return generate
+
+    options = OfflineConfig(num_prompts=3, input_len=5, output_len=4, rounds=2, prompt_seed=1)
+    rounds = offline.measure({name: way(name) for name in seen}, options, 99)
+    assert seen["ours"] == seen["theirs"]
+    first, *measured = seen["ours"]
+    assert [len(prompts) for prompts in measured] == [3, 3] and len(first) == 2
+    distinct = {tuple(prompt) for prompts in seen["ours"] for prompt in prompts}
+    assert len(distinct) == 8 and {len(prompt) for prompt in distinct} == {5}
+    for figures in (*rounds["ours"], *rounds["theirs"]):
+        assert figures["tokens_per_s"] * figures["seconds"] == pytest.approx(12)
+        assert figures["prompt_tokens_per_s"] * figures["seconds"] == pytest.approx(15)
+
+
+def test_a_way_that_gives_fewer_tokens_is_no_measurement():
+    with pytest.raises(StreamkvError, match="expected 50 x 64 tokens, got 7"):
+        offline.measure({"ours": lambda prompts, num: 7}, OfflineConfig(), 99)
+
+
+def test_batches_are_measured_from_the_command_line_beside_transformers(checkpoint, capsys):
+    load = ["--num-prompts", "3", "--input-len", "9", "--output-len", "5", "--rounds", "2"]
+    blocks = ["--num-gpu-blocks-override", "64"]
+    assert main(["bench", "offline", str(checkpoint), *load, *blocks, "--transformers"]) == 0
+    got = last_line(capsys)
+    ours, theirs = got["medians"].values()
+    assert ours["times_transformers"] == pytest.approx(
+        ours["tokens_per_s"] / theirs["tokens_per_s"], rel=1e-4
+    )
+    assert [len(figures) for figures in got["rounds"].values()] == [2, 2]
+
+
+def test_transformers_is_not_asked_for_what_it_can_not_read(tmp_path, capsys):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert main(["bench", "offline", str(file), "--transformers"]) == 2
+    assert "--transformers: expected a folder in Hugging Face format" in capsys.readouterr().err
 
 
 # --- start-up ------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ class OneByOne:
         logging.disable_progress_bar()
         model_type: Any = transformers.AutoModelForCausalLM
         self._model = model_type.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        # What a call leaves open, "no end token" among it, is filled in from here.
+        self._model.generation_config = self._generation_type()
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> int:
         """Answer each with so many tokens; returns how many there are in all."""

@@ -43,6 +43,15 @@ logger = logging.getLogger(__name__)
 # Whoever forgets an LLM waits so long at most for its end: it may hold a lock that the end needs.
 FORGOTTEN_TIMEOUT_S = 10.0
 
+# Arguments of vLLM's `generate` and `chat`, and what asks for nothing besides None.
+OTHERS: Mapping[str, tuple[Any, ...]] = {
+    "chat_template_content_format": ("auto", "string"),
+    "lora_request": (),
+    "mm_processor_kwargs": ({},),
+    "prompt_adapter_request": (),
+    "tokenization_kwargs": ({},),
+}
+
 Item = TypeVar("Item")
 _FIELDS = frozenset(EngineConfig.__struct_fields__)
 
@@ -84,17 +93,20 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         priority: int | Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """The answers to one prompt or several, in order.
 
         A prompt is text, token ids, or a dict with `prompt` or `prompt_token_ids` (and `cache_salt`
         if it likes). `sampling_params`: for all, or a list with one for each; None: the
         checkpoint's (`get_default_sampling_params`). `priority`: lower runs first. `use_tqdm`:
-        whether there is a progress bar, or what makes one.
+        whether there is a progress bar, or what makes one. `others`: vLLM's arguments for what is
+        not done here, as long as they ask for nothing.
 
         InvalidRequestError and ContextLengthError name the prompt at fault, before anything runs.
         A prompt at which the device fails has an empty output with finish_reason "error".
         """
+        _check_others(others)
         engine = self._background.engine
         found = read_prompts(prompts, engine.tokenizer, engine.info.max_model_len)
         return self._run(found, sampling_params, use_tqdm, priority)
@@ -110,6 +122,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """The answers to one conversation (a list of messages) or several, in order.
 
@@ -117,6 +130,7 @@ class LLM:
         `add_generation_prompt` off, the answer goes on where the last message ends. Errors are
         those of `generate`; the output's `prompt` is what the template made.
         """
+        _check_others(others)
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "continue_final_message: expected add_generation_prompt=False beside it: the last "
@@ -237,6 +251,19 @@ def _output(answer: Answer) -> RequestOutput:
         num_cached_tokens=answer.num_cached_tokens,
         error=answer.error,
     )
+
+
+def _check_others(given: Mapping[str, Any]) -> None:
+    """InvalidRequestError for what asks for something; TypeError for what nobody knows."""
+    for name, value in given.items():
+        if name not in OTHERS:
+            raise TypeError(f"expected an argument that LLM or vLLM knows, got {name}")
+        if value is not None and value not in OTHERS[name]:
+            raise InvalidRequestError(
+                f"{name}: expected None, since this is not done here, got {value!r:.100}; leave it "
+                "out",
+                param=name,
+            )
 
 
 def _one_for_each(name: str, given: Any, item_type: type[Item], num: int) -> list[Item]:

@@ -241,6 +241,7 @@ def test_a_bad_prompt_is_named_before_anything_runs(prompts, error, match):
         ({"sampling_params": {"n": 2}}, "sampling_params: expected SamplingParams or a list"),
         ({"priority": [1]}, "priority: expected one for each of the 2 prompts, got 1"),
         ({"priority": "high"}, "priority: expected int"),
+        ({"lora_request": "mine"}, "lora_request: expected None"),
         ({"sampling_params": greedy(min_tokens=500)}, r"^prompts\[0\]: min_tokens: .* got 500"),
         ({"sampling_params": greedy(stop_token_ids=[999])}, r"^prompts\[0\]: stop_token_ids: "),
     ],
@@ -250,7 +251,10 @@ def test_what_goes_with_the_prompts_is_checked_too(options, match):
     with make_llm(runner) as llm:
         with pytest.raises(InvalidRequestError, match=match):
             llm.generate(["a", "b"], use_tqdm=False, **options)
+        with pytest.raises(TypeError, match="got unheard_of"):
+            llm.chat(CHAT, unheard_of=None)
         assert runner.num_steps == 0
+        assert len(llm.generate(["a", "b"], use_tqdm=False, lora_request=None)) == 2
 
 
 def test_parameters_may_be_changed_before_a_call_and_are_checked_by_it():

@@ -339,7 +339,7 @@ def test_loading_tells_its_progress_and_its_facts(folder, kind):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"max_model_len": 257}, "at most the 256 positions"),
+        ({"max_model_len": 257}, "at most 256, the positions"),
         ({"max_model_len": 1}, "at least 2"),
         ({"num_gpu_blocks_override": 10**20}, "at most 1048576 blocks"),
         ({"max_model_len": 256, "num_gpu_blocks_override": 15}, "there are 15"),
