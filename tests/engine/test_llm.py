@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from engine.support import (
     make_engine,
     make_runner,
     oracle,
+    scheduler_of,
+    until,
 )
 from fakes import FakeRunner, fake_logprobs
 from tiny import save_tiny_checkpoint
@@ -53,17 +56,15 @@ def texts(outputs: list[Any]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
+def wait_until(llm: LLM, condition: Callable[[], bool]) -> None:
+    llm._background.call(until(condition)).result(20)
+
+
 def check_idle(llm: LLM, runner: FakeRunner) -> None:
     """Nothing is left of requests that ended, however they did."""
     engine = llm._background.engine
-
-    async def check() -> None:
-        (loop,) = engine._loops.values()
-        while loop.scheduler.has_work:
-            await asyncio.sleep(0)
-        check_nothing_is_held(engine, runner)
-
-    llm._background.call(check()).result(20)
+    wait_until(llm, lambda: not scheduler_of(engine).has_work)
+    check_nothing_is_held(engine, runner)
 
 
 def llm_threads() -> list[str]:
@@ -400,13 +401,12 @@ def test_an_engine_that_dies_ends_the_call_and_all_later_ones():
 
 
 def test_an_interrupt_ends_the_requests_and_leaves_the_llm_usable():
-    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+    runner = make_runner(gate=(gate := threading.Semaphore(10)))  # steps before it stands still
     with make_llm(runner, max_num_seqs=4) as llm:
         engine = llm._background.engine
 
         def interrupt() -> None:
-            while engine.stats().num_requests_running < 4:
-                gate.release()
+            wait_until(llm, lambda: engine.stats().num_requests_running == 4)
             os.kill(os.getpid(), signal.SIGINT)
 
         interrupter = threading.Thread(target=interrupt)
@@ -434,8 +434,9 @@ def test_a_progress_bar_that_fails_ends_the_requests_too():
 
 
 def test_closing_ends_the_calls_of_other_threads():
-    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+    runner = make_runner(gate=(gate := threading.Semaphore(10)))
     llm = make_llm(runner)
+    engine = llm._background.engine
     errors = []
 
     def generate() -> None:
@@ -446,12 +447,18 @@ def test_closing_ends_the_calls_of_other_threads():
     callers = [threading.Thread(target=generate) for _ in range(3)]
     for caller in callers:
         caller.start()
-    while llm._background.engine.stats().num_requests_running < 6:
-        gate.release()
-    gate.release(1000)
-    llm.close()
-    for caller in callers:
+
+    def num_requests() -> int:
+        stats = engine.stats()
+        return stats.num_requests_running + stats.num_requests_waiting
+
+    wait_until(llm, lambda: num_requests() == 6)
+    closer = threading.Thread(target=llm.close)
+    closer.start()
+    for caller in callers:  # they hear of it though the device stands still
         caller.join(20)
+    gate.release(1000)
+    closer.join(20)
     assert len(errors) == 3
     with pytest.raises(EngineDeadError, match="the LLM is closed"):
         llm.generate("user")
