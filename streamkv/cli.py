@@ -131,6 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, exit_code=2)
     except StreamkvError as error:
         return _fail(error, exit_code=1)
+    except MemoryError:
+        return _fail(
+            StreamkvError("out of memory: free some, or use a smaller model or smaller limits"),
+            exit_code=1,
+        )
     except KeyboardInterrupt:
         return 130
 

@@ -30,7 +30,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = DEFAULT_MODEL
     tokenizer: Annotated[
-        str, Meta(description="folder, .gguf file or hub id to take the tokenizer from (default: the model's)")
+        str,
+        Meta(
+            description="folder, .gguf file or hub id to take the tokenizer from (default: the "
+            "model's)"
+        ),
     ] = ""
     revision: Annotated[
         str, Meta(description="branch, tag or commit of a hub repository (default: main)")

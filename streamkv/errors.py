@@ -16,6 +16,9 @@
     ├── EngineDeadError          the engine has stopped and serves nobody           503
     └── GenerationError          this request failed on the device                  500
 
+ConfigError and InvalidRequestError are ValueErrors too. `except ValueError` around code that may
+raise them comes after they were let through.
+
 Messages say what was expected, what came, and what to do. `param` names the request field at
 fault as a client would write it (`messages[2].role`). The server maps the tree to HTTP statuses
 and OpenAI error bodies in one place.
@@ -34,7 +37,7 @@ class StreamkvError(Exception):
         self.code = code
 
 
-class ConfigError(StreamkvError):
+class ConfigError(StreamkvError, ValueError):
     """A flag, environment variable or config value makes no sense."""
 
 
@@ -42,7 +45,7 @@ class ModelLoadError(StreamkvError):
     """A checkpoint is missing, broken or not supported."""
 
 
-class InvalidRequestError(StreamkvError):
+class InvalidRequestError(StreamkvError, ValueError):
     """The request can't be honoured as sent."""
 
 

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
+from .plain import plain
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -84,6 +85,7 @@ class Field(NamedTuple):
     def parse(self, value: Any, source: str, *, text: bool = False) -> Any:
         """The value that was meant, of the field's type. Where all values are `text`, "8" is a
         number. ConfigError names the source."""
+        value = plain(value)
         if self.repeats:
             given = value if isinstance(value, list | tuple) else [value]
             values = [one for word in given for one in _listed(word, text=text)]

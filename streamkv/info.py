@@ -32,6 +32,7 @@ from .runner.cpu_model import DTYPES, effective_quantization, kv_dtype_of, load_
 from .runner.formats import ModelFormats
 from .runner.inputs import resolve_inputs
 from .runner.kv_cache import MemoryShare, kv_token_bytes, plan_kv_cache
+from .runner.native_limits import check_native
 from .runner.program import ProgramSpec
 from .runner.recorder import Recorder, build_program
 from .runner.select import check_config
@@ -58,7 +59,9 @@ def print_info(engine_config: EngineConfig, options: InfoConfig, given: Containe
     if options.program or options.profile:
         options = fitting(options, given, max_model_len)
         check_steps(options, max_model_len)
-    said = facts(checkpoint, model, formats, engine_config) | text_facts(checkpoint, engine_config)
+    said = facts(checkpoint, model, formats, engine_config)
+    said |= native_facts(model, formats, engine_config)
+    said |= text_facts(checkpoint, engine_config)
     for name, value in said.items():
         print(f"{name:16} {value}")
     if options.program:
@@ -83,8 +86,8 @@ def formats_of(config: EngineConfig, source: WeightSource, model: CausalLM) -> F
     """Of each matrix, as it would be loaded."""
     parameters = list(model.parameters())
     check_names_and_shapes(source, parameters)
-    quantization: Quantization = "none"  # torch's: --ops reference, GPUs
-    if config.ops != "reference" and config.device != "cuda":
+    quantization: Quantization = "none"
+    if not is_torchs(config):
         quantization = effective_quantization(config, source, model)
     return planned_formats(
         source, parameters, dtype=DTYPES[config.dtype], quantization=quantization
@@ -163,6 +166,21 @@ def facts(
         "instruction set": f"{cpu.isa()}{also}",
         "tuning": tuning_in_use().describe(),
     }
+
+
+def native_facts(model: CausalLM, formats: Formats, engine_config: EngineConfig) -> dict[str, str]:
+    """What keeps it from running where `serve` would run it, if anything does."""
+    if is_torchs(engine_config):
+        return {}
+    try:
+        check_native(model, formats)
+    except ModelLoadError as error:
+        return {"kernels": f"serve would refuse the model: {error}"}
+    return {}
+
+
+def is_torchs(config: EngineConfig) -> bool:
+    return config.ops == "reference" or config.device == "cuda"
 
 
 def describe_context(engine_config: EngineConfig, model: ModelConfig) -> str:

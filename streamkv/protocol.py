@@ -11,13 +11,15 @@ and msgspec only.
 from __future__ import annotations
 
 import enum
+import itertools
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import msgspec
 
 from .errors import InvalidRequestError
+from .plain import plain
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -39,8 +41,14 @@ class OtherSamplingParams(msgspec.Struct, kw_only=True):
     They may be given as long as they ask for nothing: their default, None or empty.
     """
 
+    use_beam_search: bool | None = False
+    length_penalty: float | None = 1.0
+    early_stopping: bool | str | None = False
+
     best_of: int | None = 1
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool | None = False
     detokenize: bool | None = True
@@ -53,6 +61,8 @@ class OtherSamplingParams(msgspec.Struct, kw_only=True):
     logits_processors: Sequence[Any] | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
+    routed_experts_prompt_start: int | None = 0
+    trace_decode_token_ids: Sequence[int] | None = None
     extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -70,12 +80,22 @@ _OTHER_NAMES = OtherSamplingParams.__struct_fields__
 _OTHER_DEFAULTS = OtherSamplingParams.__struct_defaults__
 
 
-class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True):
+class UnreadSamplingParams(OtherSamplingParams, kw_only=True):
+    """Fields of vLLM's SamplingParams that change no answer, whatever they are: `LLM` gives whole
+    answers, and a stream what is new."""
+
+    output_kind: Any = None
+    stream_interval: int | None = None
+    skip_clone: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+
+class SamplingParams(UnreadSamplingParams, kw_only=True, repr_omit_defaults=True):
     """How to choose tokens. Names, meanings and defaults are vLLM's, which has them from OpenAI.
 
     Raises InvalidRequestError naming the field when a value is out of range (NaN included). None
-    for a list is an empty one, and one text may be given as `stop`. Fields may be set; a request
-    gets a copy, whose values are checked again.
+    for a list is an empty one, and one text may be given as `stop`. Numbers may be numpy's. Fields
+    may be set; a request gets a copy, whose values are checked again.
     """
 
     n: int = 1
@@ -101,23 +121,33 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
 
     def __post_init__(self) -> None:
         OtherSamplingParams.__post_init__(self)
-        _require_whole("n", self.n, 1, MAX_CHOICES)
-        _require("temperature", self.temperature, 0.0, 100.0)
-        _require("top_p", self.top_p, 0.0, 1.0, above=True)
-        _require_whole("top_k", self.top_k, -1, 2**31 - 1)
-        _require("min_p", self.min_p, 0.0, 1.0)
-        _require("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        self.n = _whole("n", self.n, 1, MAX_CHOICES)
+        self.temperature = _number("temperature", self.temperature, 0.0, 100.0)
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        self.top_k = _whole("top_k", self.top_k, -1, 2**31 - 1)
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
+        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = _number(
+            "repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True
+        )
         if self.seed is not None:
-            _require_whole("seed", self.seed, -(2**63), 2**63 - 1)
-            self.seed = None if self.seed == -1 else self.seed
+            seed = _whole("seed", self.seed, -(2**63), 2**63 - 1)
+            self.seed = None if seed == -1 else seed
         if self.max_tokens is not None:
-            _require_whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _require_whole("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
+            self.max_tokens = _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        self.min_tokens = _whole("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
         if self.logprobs is not None:
-            _require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            self.logprobs = _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_lists()
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> Self:
+        """Of vLLM's: None is a field's default, but of max_tokens, where it is no limit."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        if "max_tokens" in fields:
+            given["max_tokens"] = fields["max_tokens"]
+        return cls(**given)
 
     def clone(self, **changes: Any) -> Self:
         """A copy that shares nothing that can be changed; `changes` are fields of it."""
@@ -125,46 +155,64 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
 
     def _check_lists(self) -> None:
         """Check what has several items, and keep copies."""
-        _require_few("logit_bias", self.logit_bias or {}, MAX_LOGIT_BIASES, "tokens")
-        self.logit_bias = dict(self.logit_bias or {})
-        for token_id, bias in self.logit_bias.items():
-            _require_whole("logit_bias", token_id, 0, 2**31 - 1)
-            _require("logit_bias", bias, -100.0, 100.0)
-        _require_few("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS, "tokens")
-        self.stop_token_ids = tuple(self.stop_token_ids or ())
-        for token_id in self.stop_token_ids:
-            _require_whole("stop_token_ids", token_id, 0, 2**31 - 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        _require_few("stop", stop, MAX_STOP_STRINGS, "strings")
-        self.stop = tuple(stop)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise InvalidRequestError(
+                "logit_bias: expected a dict of token ids and numbers, got "
+                f"{type(self.logit_bias).__name__}",
+                param="logit_bias",
+            )
+        biases = _few("logit_bias", self.logit_bias, MAX_LOGIT_BIASES, "tokens")
+        self.logit_bias = {
+            _whole("logit_bias", token_id, 0, 2**31 - 1): _number(
+                "logit_bias", self.logit_bias[token_id], -100.0, 100.0
+            )
+            for token_id in biases
+        }
+        self.stop_token_ids = tuple(
+            _whole("stop_token_ids", token_id, 0, 2**31 - 1)
+            for token_id in _few(
+                "stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "tokens"
+            )
+        )
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self.stop = _few("stop", stop, MAX_STOP_STRINGS, "strings")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequestError("stop: expected non-empty strings", param="stop")
 
 
-def _require(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """Raise unless low <= value <= high (low < value with `above`); NaN always raises."""
-    number = not isinstance(value, bool) and isinstance(value, (int, float))
+def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
+    """The number, if low <= value <= high (low < value with `above`); NaN never is."""
+    if type(value) not in (int, float):
+        value = plain(value)
+    is_number = not isinstance(value, bool) and isinstance(value, (int, float))
     # NaN is in no range. A comparison takes integers that no float can hold.
-    if not number or not (low <= value <= high) or (above and value == low):
+    if not is_number or not (low <= value <= high) or (above and value == low):
         bracket = "(" if above else "["
         raise InvalidRequestError(
-            f"{name}: expected a number in {bracket}{low}, {high}], got {value!r}", param=name
+            f"{name}: expected a number in {bracket}{low}, {high}], got {value!r:.100}", param=name
         )
+    return value
 
 
-def _require_whole(name: str, value: int, low: int, high: int) -> None:
-    """Raise unless it is an int from low to high."""
-    _require(name, value, low, high)
-    if not isinstance(value, int):
-        raise InvalidRequestError(f"{name}: expected a whole number, got {value!r}", param=name)
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    """The number, if it is an int from low to high."""
+    number = _number(name, value, low, high)
+    if not isinstance(number, int):
+        raise InvalidRequestError(f"{name}: expected a whole number, got {number!r}", param=name)
+    return number
 
 
-def _require_few(name: str, items: Sized, limit: int, what: str) -> None:
-    """Raise if there are more than `limit`: they are looked at one by one, while others wait."""
-    if len(items) > limit:
+def _few(name: str, items: Iterable[Any] | None, limit: int, what: str) -> tuple[Any, ...]:
+    """The items, at most `limit`: they are looked at one by one, while others wait."""
+    items = () if items is None else plain(items)
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes)):
         raise InvalidRequestError(
-            f"{name}: expected at most {limit} {what}, got {len(items)}", param=name
+            f"{name}: expected a list of {what}, got {items!r:.100}", param=name
         )
+    few = tuple(itertools.islice(items, limit + 1))
+    if len(few) > limit:
+        raise InvalidRequestError(f"{name}: expected at most {limit} {what}, got more", param=name)
+    return few
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,8 +40,8 @@ class Option(NamedTuple):
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """ConfigError for a value that asks for something else, and for a name that nobody knows.
-    Names are those of Python; None is an option that was left out."""
+    """ConfigError for a value that asks for something else, and for a name that nobody knows, or
+    that only a server has. Names are those of Python; None is an option that was left out."""
     for name, value in given.items():
         option = OPTIONS.get(name)
         if option is None:
@@ -73,8 +73,9 @@ def _short(value: Any) -> str:
 def _unknown(name: str) -> str:
     from difflib import get_close_matches
 
-    ours = (*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__)
-    near = get_close_matches(name, (*ours, *OPTIONS), n=1)
+    if name in ServerConfig.__struct_fields__:
+        return f"{name} ({flag_of(name)}) is an option of `streamkv serve`: leave it out here"
+    near = get_close_matches(name, (*EngineConfig.__struct_fields__, *OPTIONS), n=1)
     hint = f"did you mean {near[0]}?" if near else "docs/flags.md lists them"
     return f"expected an option of streamkv or of vLLM, got {name}: {hint}"
 

@@ -248,6 +248,18 @@ def test_wrong_usage_exits_2_and_a_missing_model_exits_1_with_one_line(capsys, t
     assert last.startswith("streamkv: ") and "nothing.gguf" in last
 
 
+@pytest.mark.parametrize("command", ["info", "serve"])
+def test_memory_that_runs_out_is_one_line(command, capsys, monkeypatch):
+    def resolve(*arguments, **options):
+        raise MemoryError
+
+    monkeypatch.setattr("streamkv.weights.hub.resolve_checkpoint", resolve)
+    monkeypatch.setattr("streamkv.info.resolve_checkpoint", resolve)
+    assert main([command, "a-model", *(["--port", "0"] if command == "serve" else [])]) == 1
+    error = capsys.readouterr().err
+    assert "streamkv: out of memory: " in error.splitlines()[-1] and "Traceback" not in error
+
+
 @pytest.mark.parametrize("size", ["inf", "1e308", "nan", "-1"])
 def test_a_cache_of_no_possible_size_is_wrong_usage(capsys, size, tmp_path):
     wish = ["serve", str(tmp_path / "none.gguf"), "--port", "0", f"--packed-cache-gib={size}"]

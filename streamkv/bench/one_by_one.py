@@ -28,7 +28,7 @@ class OneByOne:
         model_type: Any = transformers.AutoModelForCausalLM
         self._model = model_type.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         # What a call leaves open, "no end token" among it, is filled in from here.
-        self._model.generation_config = self._generation_type()
+        self._model.generation_config = type(self._model.generation_config)()
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> int:
         """Answer each with so many tokens; returns how many there are in all."""

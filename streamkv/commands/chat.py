@@ -19,7 +19,7 @@ from ..protocol import FinishReason
 from .conversation import Conversation
 from .log import log_to_stderr
 from .options import ChatConfig
-from .sampling import check_sampling, sampling_within
+from .sampling import check_sampling, sampling_within, why_cut
 from .terminal import MANY_LINES, Terminal
 
 PROMPT = "> "
@@ -30,7 +30,7 @@ _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?", re.DOTALL)
 
 class Answer(NamedTuple):
     text: str
-    finish_reason: FinishReason
+    notice: str  # of an end that isn't the model's
 
 
 class Command(NamedTuple):
@@ -106,10 +106,8 @@ class Chat:
         self.terminal.end_line()
         if answer.text:
             self.conversation.add(message, answer.text)
-        if answer.finish_reason is FinishReason.ABORT:
-            self.terminal.notice("(stopped)")
-        elif answer.finish_reason is FinishReason.LENGTH:
-            self.terminal.notice("(cut: neither --max-tokens nor the context allows more)")
+        if answer.notice:
+            self.terminal.notice(answer.notice)
 
     def _turn(self) -> bool:
         """Read a message and answer it; whether the conversation goes on."""
@@ -147,7 +145,13 @@ class Chat:
         except asyncio.CancelledError:
             if not self.terminal.interactive:
                 raise
-        return Answer("".join(texts), finish_reason)
+        notice = ""
+        if finish_reason is FinishReason.ABORT:
+            notice = "(stopped)"
+        elif finish_reason is FinishReason.LENGTH:
+            reason = why_cut(self._engine, self._options, sampling, len(prompt.token_ids))
+            notice = f"(cut: {reason})"
+        return Answer("".join(texts), notice)
 
 
 def _help(chat: Chat, argument: str) -> bool:

@@ -23,6 +23,21 @@ def check_sampling(options: SamplingConfig) -> None:
         raise ConfigError(f"{flag}: {error.message.partition(': ')[2]}") from None
 
 
+def why_cut(
+    engine: AsyncEngine, options: SamplingConfig, sampling: SamplingParams, num_prompt_tokens: int
+) -> str:
+    """What ended an answer that was generated with this."""
+    longest = engine.info.max_model_len
+    if sampling.max_tokens == longest - num_prompt_tokens:
+        return f"the context of {longest:,} tokens is full"
+    if options.max_tokens is not None:
+        return f"--max-tokens allows {options.max_tokens:,}"
+    return (
+        f"the checkpoint's max_new_tokens allows {sampling.max_tokens:,}; --max-tokens asks for "
+        "more"
+    )
+
+
 def sampling_within(
     engine: AsyncEngine, options: SamplingConfig, num_prompt_tokens: int, **fallbacks: Any
 ) -> SamplingParams:

@@ -100,13 +100,13 @@ async def run_server(server: Server, engine: AsyncEngine, listener: socket.socke
     return 0
 
 
-async def _until_loaded(engine: AsyncEngine, server: Server) -> StreamkvError | None:
+async def _until_loaded(engine: AsyncEngine, server: Server) -> Exception | None:
     """Wait for the model; if it can't be loaded, stop the server and return the reason."""
     try:
         await engine.wait_ready()
     except EngineDeadError:  # closed while loading
         return None
-    except StreamkvError as error:
+    except Exception as error:
         server.should_exit = True
         return error
     # What lives now lives as long as the process: keep the collector from walking it again.

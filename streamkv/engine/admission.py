@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..errors import ContextLengthError, InvalidRequestError
+from ..plain import plain
 from ..protocol import Request, RunnerInfo, SamplingParams
 from ..text.tokenizer import Tokenizer
 
@@ -29,6 +30,7 @@ def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
 
     ContextLengthError for too many ids, before any of them is looked at.
     """
+    prompt = plain(prompt)
     if isinstance(prompt, (str, Sequence)) and not isinstance(prompt, (bytes, bytearray)):
         if not prompt:
             raise InvalidRequestError(
@@ -37,6 +39,8 @@ def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
         if isinstance(prompt, str):
             return prompt
         _check_prompt_len(len(prompt), max_model_len)
+        if set(map(type, prompt)) != {int}:
+            prompt = tuple(map(plain, prompt))
         if set(map(type, prompt)) == {int}:
             return tuple(prompt)
         wrong = next(item for item in prompt if type(item) is not int)
@@ -85,8 +89,14 @@ def check_text_fits(
         )
 
 
-def check_num_messages(num_messages: int, max_model_len: int, name: str = "messages") -> None:
-    """ContextLengthError for more messages (and tool calls in them) than the context has tokens."""
+def check_num_messages(
+    messages: Sequence[object], max_model_len: int, name: str = "messages"
+) -> None:
+    """ContextLengthError for more messages (and tool calls in them) than the context has tokens,
+    before any is read."""
+    num_messages = len(messages)
+    if num_messages <= max_model_len:
+        num_messages += sum(map(_num_tool_calls, messages))
     if num_messages > max_model_len:
         raise ContextLengthError(
             f"{name}: expected at most {max_model_len} messages, one for each token of the "
@@ -125,6 +135,11 @@ def build_request(
         priority=priority,
         cache_salt=cache_salt,
     )
+
+
+def _num_tool_calls(message: object) -> int:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return len(calls) if isinstance(calls, Sequence) else 0
 
 
 def _check_prompt_len(num_tokens: int, max_model_len: int) -> None:

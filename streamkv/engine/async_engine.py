@@ -18,7 +18,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..errors import (
     UnknownModelError,
 )
 from ..protocol import Runner, RunnerInfo, SamplingParams, StepOutput
+from ..text.chat_messages import num_chars
 from ..text.tokenizer import Tokenizer
 from .admission import (
     build_request,
@@ -252,16 +253,16 @@ class AsyncEngine:
         context has tokens, and for one whose text is too long at first sight.
         """
         max_model_len = self.info.max_model_len
-        check_num_messages(len(messages), max_model_len)
+        check_num_messages(messages, max_model_len)
         render = functools.partial(
             self.tokenizer.apply_chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
             **template_kwargs,
         )
-        contents = (message.get("content") for message in messages)
-        num_chars = sum(len(content) for content in contents if isinstance(content, Sized))
-        is_long = len(messages) > MANY_MESSAGES or num_chars > LONG_TEXT_CHARS
+        is_long = (
+            len(messages) > MANY_MESSAGES or num_chars(messages, LONG_TEXT_CHARS) > LONG_TEXT_CHARS
+        )
         text = await asyncio.to_thread(render) if is_long else render()
         check_unicode(text, "messages")
         check_text_fits(text, self.tokenizer, max_model_len, "messages")
@@ -442,11 +443,17 @@ class AsyncEngine:
             info.max_model_len,
             info.ops,
         )
-        if self._sampling_defaults:
+        self._log_sampling_defaults()
+
+    def _log_sampling_defaults(self) -> None:
+        named = {name: f"{name} {value}" for name, value in self._sampling_defaults.items()}
+        if "max_tokens" in named:
+            named["max_tokens"] += " (chats and responses, not completions)"
+        if named:
             logger.info(
                 "requests that don't say get the checkpoint's %s; --generation-config vllm leaves "
                 "that out",
-                ", ".join(f"{name} {value}" for name, value in self._sampling_defaults.items()),
+                ", ".join(named.values()),
             )
 
     def _on_output(self, output: StepOutput) -> None:

@@ -4,7 +4,8 @@ Owns that thread and loop, and their end: by `close`, or when the interpreter en
 know prompts or what is done with answers. Its methods may be called in any thread but its own.
 
 Invariant: once `close` has returned, the engine is closed, the loop and the thread are gone, and
-nothing that was handed to `call` runs any more.
+nothing that was handed to `call` runs any more. A process that was forked from the one that made
+it has no such thread: there `call` is an error, and `close` does nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -30,6 +32,7 @@ class BackgroundEngine:
 
     def __init__(self, build: Callable[[], AsyncEngine]) -> None:
         """Waits until the engine that `build` makes is ready. Raises what kept it from that."""
+        self._pid = os.getpid()
         self._loop = new_event_loop()
         self._main: asyncio.Task[Any] | None = None
         self._lock = threading.Lock()
@@ -48,15 +51,20 @@ class BackgroundEngine:
         _close_before_exit(self)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the engine's loop. EngineDeadError once it is closed."""
-        with self._lock:
-            if not self._closing:
-                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Run it on the engine's loop. EngineDeadError once it is closed, and in a fork."""
+        reason = "the LLM was loaded in another process: load it after the fork"
+        if not self._is_forked:  # there the lock may be one that nobody opens
+            with self._lock:
+                if not self._closing:
+                    return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            reason = "the LLM is closed: make a new one"
         coroutine.close()
-        raise EngineDeadError("the LLM is closed: make a new one")
+        raise EngineDeadError(reason)
 
     def close(self, timeout_s: float | None = None) -> None:
         """End what runs, free the engine's memory, and wait for that. Idempotent."""
+        if self._is_forked:
+            return
         with self._lock:
             if not self._closing:
                 self._closing = True
@@ -64,6 +72,10 @@ class BackgroundEngine:
                     self._loop.call_soon_threadsafe(self._stop)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
 
     # --- on the thread -----------------------------------------------------------------------
 

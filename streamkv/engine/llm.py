@@ -16,6 +16,7 @@ call that is left, by Ctrl-C or another error, has ended its requests, and the L
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import queue
@@ -23,11 +24,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .. import vllm_options
 from ..config import EngineConfig
 from ..errors import EngineDeadError, InvalidRequestError
+from ..plain import plain
 from ..protocol import RunnerInfo, SamplingParams
 from ..text.tokenizer import Tokenizer
 from .async_engine import AsyncEngine
@@ -37,20 +39,15 @@ from .llm_prompts import Prompt, read_chats, read_prompts
 from .loading import resolve_config
 from .progress_bar import ProgressBar
 from .request_output import RequestOutput, completion_output, failed_output
+from .vllm_calls import check_arguments, no_attribute
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
 # Whoever forgets an LLM waits so long at most for its end: it may hold a lock that the end needs.
 FORGOTTEN_TIMEOUT_S = 10.0
-
-# Arguments of vLLM's `generate` and `chat`, and what asks for nothing besides None.
-OTHERS: Mapping[str, tuple[Any, ...]] = {
-    "chat_template_content_format": ("auto", "string"),
-    "lora_request": (),
-    "mm_processor_kwargs": ({},),
-    "prompt_adapter_request": (),
-    "tokenization_kwargs": ({},),
-}
 
 Item = TypeVar("Item")
 _FIELDS = frozenset(EngineConfig.__struct_fields__)
@@ -88,17 +85,20 @@ class LLM:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: Any = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         *,
+        prompt_token_ids: Any = None,
         priority: int | Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """The answers to one prompt or several, in order.
 
         A prompt is text, token ids, or a dict with `prompt` or `prompt_token_ids` (and `cache_salt`
-        if it likes). `sampling_params`: for all, or a list with one for each; None: the
+        if it likes); arrays will do. `prompt_token_ids` may be given instead of `prompts`, as older
+        scripts do. `sampling_params`: for all, or a list with one for each; None: the
         checkpoint's (`get_default_sampling_params`). `priority`: lower runs first. `use_tqdm`:
         whether there is a progress bar, or what makes one. `others`: vLLM's arguments for what is
         not done here, as long as they ask for nothing.
@@ -106,7 +106,14 @@ class LLM:
         InvalidRequestError and ContextLengthError name the prompt at fault, before anything runs.
         A prompt at which the device fails has an empty output with finish_reason "error".
         """
-        _check_others(others)
+        check_arguments({"lora_request": lora_request, **others})
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise InvalidRequestError(
+                    "prompt_token_ids: expected no prompts beside it; give token ids alone",
+                    param="prompt_token_ids",
+                )
+            prompts = prompt_token_ids
         engine = self._background.engine
         found = read_prompts(prompts, engine.tokenizer, engine.info.max_model_len)
         return self._run(found, sampling_params, use_tqdm, priority)
@@ -116,8 +123,9 @@ class LLM:
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        *,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -130,7 +138,8 @@ class LLM:
         `add_generation_prompt` off, the answer goes on where the last message ends. Errors are
         those of `generate`; the output's `prompt` is what the template made.
         """
-        _check_others(others)
+        content_format = {"chat_template_content_format": chat_template_content_format}
+        check_arguments({"lora_request": lora_request, **content_format, **others})
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "continue_final_message: expected add_generation_prompt=False beside it: the last "
@@ -156,9 +165,18 @@ class LLM:
         """Facts and plan of the loaded model."""
         return self._background.engine.info
 
-    def get_tokenizer(self) -> Tokenizer:
+    @property
+    def tokenizer(self) -> Tokenizer:
         """The model's."""
         return self._background.engine.tokenizer
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's, as transformers has it; the same one each time."""
+        return self._their_tokenizer
+
+    @functools.cached_property
+    def _their_tokenizer(self) -> PreTrainedTokenizerFast:
+        return self.tokenizer.to_transformers(self.info.max_model_len)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint recommends, to use or to change."""
@@ -168,6 +186,9 @@ class LLM:
         """Free the model. Calls that run in other threads end with EngineDeadError. Idempotent."""
         self._background.close()
         self._forgotten.detach()
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(name)
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +216,9 @@ class LLM:
             SamplingParams,
             len(prompts),
         )
-        priorities = _one_for_each("priority", priority or 0, int, len(prompts))
+        priorities = _one_for_each(
+            "priority", 0 if priority is None else priority, int, len(prompts)
+        )
         if not prompts:
             return []
         asked = [
@@ -253,24 +276,12 @@ def _output(answer: Answer) -> RequestOutput:
     )
 
 
-def _check_others(given: Mapping[str, Any]) -> None:
-    """InvalidRequestError for what asks for something; TypeError for what nobody knows."""
-    for name, value in given.items():
-        if name not in OTHERS:
-            raise TypeError(f"expected an argument that LLM or vLLM knows, got {name}")
-        if value is not None and value not in OTHERS[name]:
-            raise InvalidRequestError(
-                f"{name}: expected None, since this is not done here, got {value!r:.100}; leave it "
-                "out",
-                param=name,
-            )
-
-
 def _one_for_each(name: str, given: Any, item_type: type[Item], num: int) -> list[Item]:
     """The items of a list with one for each prompt, or the same one for all."""
+    given = plain(given)
     if isinstance(given, item_type):
         return [given] * num
-    items = list(given) if isinstance(given, Sequence) else [given]
+    items = list(map(plain, given)) if isinstance(given, Sequence) else [given]
     if any(not isinstance(item, item_type) for item in items):
         raise InvalidRequestError(
             f"{name}: expected {item_type.__name__} or a list of those, got {given!r:.100}",

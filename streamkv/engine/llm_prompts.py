@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import InvalidRequestError
+from ..plain import plain
+from ..text.chat_messages import template_messages
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .admission import (
@@ -22,7 +24,6 @@ from .admission import (
     check_unicode,
 )
 
-Message = Mapping[str, Any]
 _FORMS = "expected text, token ids, or a dict with prompt or prompt_token_ids"
 # A space at its end: where a template strips the message, that is missing, and tells of it.
 _MARK = "<<the message goes on here>> "
@@ -73,12 +74,14 @@ def read_chats(
     model's. InvalidRequestError, ContextLengthError, ModelLoadError for a broken template."""
     template = None
     if chat_template is not None:
-        template = ChatTemplate(chat_template, _special_tokens(tokenizer))
+        template = ChatTemplate(chat_template, tokenizer.special_tokens)
     found = []
     for name, chat in _split(messages, "messages", (), (Mapping,), "expected a list of messages"):
         with naming(name):
             _check_chat(chat, max_model_len)
-            ask = _with_mark(chat) if continue_final_message else chat
+            ask = template_messages(chat)
+            if continue_final_message:
+                ask[-1]["content"] += _MARK
             render = tokenizer.apply_chat_template if template is None else template.render
             text = render(ask, **variables)
             text = _up_to_mark(text) if continue_final_message else text
@@ -99,9 +102,10 @@ def _split(
 ) -> list[tuple[str, Any]]:
     """Name and value of each of several, or of the one that was given: one of `single_types`, or a
     sequence of `item_types`."""
+    given = plain(given)
     is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray))
     if is_list and isinstance(given, Sequence):
-        if not given or not isinstance(given[0], item_types):
+        if not given or not isinstance(plain(given[0]), item_types):
             return [(f"{name}[{index}]", one) for index, one in enumerate(given)]
     elif not isinstance(given, single_types):
         raise InvalidRequestError(
@@ -132,38 +136,7 @@ def _check_chat(chat: object, max_model_len: int) -> None:
     if not isinstance(chat, Sequence) or isinstance(chat, (str, bytes)) or not chat:
         got = type(chat).__name__ if chat else "none"
         raise InvalidRequestError(f"messages: expected a list of messages, got {got}")
-    check_num_messages(len(chat), max_model_len)
-    for index, message in enumerate(chat):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError(
-                f"messages[{index}]: expected a dict with role and content, got {message!r:.100}"
-            )
-
-
-def _special_tokens(tokenizer: Tokenizer) -> Mapping[str, str]:
-    """What templates may name. A model without a template has told two of them by their ids."""
-    if tokenizer.chat_template is not None:
-        return tokenizer.chat_template.special_tokens
-    ids = {"bos_token": tokenizer.bos_token_id}
-    if len(tokenizer.eos_token_ids) == 1:
-        (ids["eos_token"],) = tokenizer.eos_token_ids
-    return {key: tokenizer.token_text(one) for key, one in ids.items() if one is not None}
-
-
-def _with_mark(chat: Sequence[Message]) -> list[Message]:
-    """The conversation with a mark at the end of its last text."""
-    *others, last = chat
-    match last.get("content"):
-        case str(text):
-            content: object = text + _MARK
-        case [*parts, {"type": "text", "text": str(text)}]:
-            content = [*parts, {"type": "text", "text": text + _MARK}]
-        case _:
-            raise InvalidRequestError(
-                f"messages[{len(others)}].content: expected text to continue, got none; leave "
-                "continue_final_message out"
-            )
-    return [*others, {**last, "content": content}]
+    check_num_messages(chat, max_model_len)
 
 
 def _up_to_mark(text: str) -> str:

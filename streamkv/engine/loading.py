@@ -8,6 +8,7 @@ heavy, and building from a given runner and tokenizer imports nothing at all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelLoadError
-from ..files import is_file, read_text
+from ..files import is_file, read_object_if_any, read_text
 from ..protocol import Runner
 from ..text.chat_template import ChatTemplate
 from ..text.gguf_metadata import gguf_eos_ids
@@ -25,6 +26,8 @@ from ..text.tokenizer_folder import declared_eos_ids
 
 if TYPE_CHECKING:
     from ..weights.hub import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
@@ -105,12 +108,39 @@ def read_text_side(
             else gguf_sampling_defaults(metadata, path)
         )
     template = read_chat_template(config)
-    if not config.tokenizer:
-        return TextSide(_build_tokenizer(path, metadata, template), defaults)
-    eos_ids = declared_eos_ids(path) if metadata is None else gguf_eos_ids(metadata)
-    other = resolve_tokenizer(config.tokenizer, progress, download_dir=config.download_dir)
-    tokenizer = read_tokenizer(other, chat_template=template, more_eos_ids=eos_ids)
+    if config.tokenizer:
+        eos_ids = declared_eos_ids(path) if metadata is None else gguf_eos_ids(metadata)
+        other = resolve_tokenizer(config.tokenizer, progress, download_dir=config.download_dir)
+        tokenizer = read_tokenizer(other, chat_template=template, more_eos_ids=eos_ids)
+    else:
+        tokenizer = _build_tokenizer(path, metadata, template)
+    _check_vocabulary(config, path, metadata, tokenizer)
     return TextSide(tokenizer, defaults)
+
+
+def _check_vocabulary(
+    config: EngineConfig, path: Path, metadata: Mapping[str, Any] | None, tokenizer: Tokenizer
+) -> None:
+    """ConfigError for another model's tokenizer, which has tokens that this one lacks. (A model's
+    own may have some, which its training added and never used.)"""
+    if metadata is None:
+        known = read_object_if_any(path / "config.json").get("vocab_size")
+    else:
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        known = len(tokens) if isinstance(tokens, list) else None
+    if not isinstance(known, int) or tokenizer.vocab_size <= known:
+        return
+    if config.tokenizer:
+        raise ConfigError(
+            f"--tokenizer {config.tokenizer}: expected a tokenizer of the {known:,} tokens that "
+            f"{path} has, got one of {tokenizer.vocab_size:,}; name the model's own"
+        )
+    logger.warning(
+        "%s: the tokenizer has %d tokens, the model %d: texts with one of the others are refused",
+        path,
+        tokenizer.vocab_size,
+        known,
+    )
 
 
 def read_tokenizer(

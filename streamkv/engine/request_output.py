@@ -1,7 +1,8 @@
 """What `LLM.generate` returns, in the shape that vLLM gives it.
 
-Owns the shapes and how completions become them. It must not know the engine. Invariant: one
-CompletionOutput for each choice that was asked for, in order.
+Owns the shapes and how completions become them. It must not know the engine. Fields that are always
+None are vLLM's for what is not done here. Invariant: one CompletionOutput for each choice that was
+asked for, in order.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     token_ids: Sequence[int]
     cumulative_logprob: float | None  # None unless logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None  # the sampled token first, then the most likely
+    routed_experts: None = None
+    lora_request: None = None
     finish_reason: str | None = None  # "stop", "length", or "error": see RequestOutput.error
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
 
@@ -54,6 +57,9 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: None = None
     finished: bool = True
     metrics: RequestMetrics | None = None
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     error: str = ""  # why the device failed at it: its outputs are empty then
 

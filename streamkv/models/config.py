@@ -17,7 +17,10 @@ from ..errors import ModelLoadError
 from .config_values import read_number, read_size, read_switch, unexpected
 from .rope import RopeConfig, read_rope
 
-MAX_LAYERS = 4096  # a broken config must not make us build a billion layers
+# A broken config must not make us build a billion layers, or frequencies for a billion pairs.
+MAX_LAYERS = 4096
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 4096
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +69,7 @@ def read_decoder(
 ) -> ModelConfig:
     """What all architectures say alike, and their own, given. ModelLoadError names the key."""
     hidden_size = read_size(config, "hidden_size")
-    num_heads = read_size(config, "num_attention_heads")
+    num_heads = read_size(config, "num_attention_heads", most=MAX_HEADS)
     max_positions = read_size(config, "max_position_embeddings")
     model_config = ModelConfig(
         architecture=read_architecture(config),
@@ -75,8 +78,10 @@ def read_decoder(
         intermediate_size=read_size(config, "intermediate_size"),
         num_hidden_layers=read_size(config, "num_hidden_layers", most=MAX_LAYERS),
         num_attention_heads=num_heads,
-        num_key_value_heads=read_size(config, "num_key_value_heads", default=num_heads),
-        head_dim=read_size(config, "head_dim", default=hidden_size // num_heads),
+        num_key_value_heads=read_size(
+            config, "num_key_value_heads", default=num_heads, most=MAX_HEADS
+        ),
+        head_dim=read_size(config, "head_dim", default=hidden_size // num_heads, most=MAX_HEAD_DIM),
         max_position_embeddings=max_positions,
         sliding_window=sliding_window,
         rms_norm_eps=read_number(config, "rms_norm_eps", default=1e-6),

@@ -24,6 +24,16 @@ from .config_values import read_number, read_size, read_switch, unexpected
 Floats = NDArray[np.float32]
 
 DEFAULT_THETA = 10000.0
+# Keys that scale, of one kind or another, and those that stand beside them. As in transformers a
+# kind leaves the others' keys unread; plain embeddings that have some are a mistake, though.
+SCALING_KEYS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+OTHER_KEYS = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
+    *("original_max_position_embeddings", "truncate", "finetuned"),
+)
 TABLE_CHUNK = 4096  # positions whose angles are in float64 at once
 
 
@@ -99,12 +109,18 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
 def _read_scaling(
     key: str, values: Mapping[str, Any], config: Mapping[str, Any], max_positions: int
 ) -> RopeScaling:
+    _check_keys(key, values)
     kind = values.get("rope_type", values.get("type", "default"))
     if "type" in values and values["type"] != kind:
         raise unexpected(f"{key}.type", f"{kind!r:.100} like rope_type", values["type"])
     if values.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise unexpected("partial_rotary_factor", "1.0", values["partial_rotary_factor"])
     if kind == "default":
+        for name in SCALING_KEYS:
+            if values.get(name) not in (None, 1):
+                raise unexpected(
+                    f"{key}.{name}", "absent where rope_type names no scaling", values[name]
+                )
         return NoScaling()
     if kind == "linear":
         return LinearScaling(read_number(values, "factor", least=1.0))
@@ -121,6 +137,17 @@ def _read_scaling(
     if kind == "yarn":
         return _read_yarn(values, original, max_positions)
     return _read_longrope(values, original, max_positions)
+
+
+def _check_keys(key: str, values: Mapping[str, Any]) -> None:
+    """ModelLoadError for what nobody knows: a key that was misspelled, or a kind of layers that
+    has embeddings of its own."""
+    for name in values:
+        if name not in (*SCALING_KEYS, *OTHER_KEYS) and values[name] is not None:
+            raise ModelLoadError(
+                f"model config: {key}.{name!s:.100} is not supported: it isn't known how it scales "
+                "rotary embeddings; mend the name, or remove it if it changes nothing"
+            )
 
 
 def _read_llama3(values: Mapping[str, Any], original: int) -> Llama3Scaling:

@@ -42,6 +42,7 @@ from .kv_cache import (
     plan_memory,
     workspace_bytes,
 )
+from .native_limits import check_native
 
 DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
 # What a checkpoint may have for these to be kept though they were asked for.
@@ -91,6 +92,8 @@ class CpuModel(NamedTuple):
                 f"--max-num-batched-tokens ({config.max_num_batched_tokens}), --max-num-seqs "
                 f"({config.max_num_seqs}) or --max-model-len ({self.plan.max_model_len})"
             ) from error
+        except ConfigError:
+            raise
         except ValueError as error:
             raise unsupported(error) from error
 
@@ -149,6 +152,7 @@ def _load_weights(
     check_names_and_shapes(source, parameters)
     quantization = effective_quantization(config, source, model)
     formats = planned_formats(source, parameters, dtype=dtype, quantization=quantization)
+    check_native(model, formats)
     num_bytes = packed_bytes(parameters, formats)
     share.reserve("weights", num_bytes)
     with progress_bar(num_bytes, "loading weights") as bar:
@@ -238,6 +242,8 @@ def _explained(what: str) -> Iterator[None]:
             f"{what} can't be allocated: use a smaller model or dtype, or lower "
             "--gpu-memory-utilization or --num-gpu-blocks-override"
         ) from error
+    except ConfigError:
+        raise
     except ValueError as error:
         raise unsupported(error) from error
 

@@ -22,7 +22,7 @@ from ..engine.stream import Completion, TokenDelta, TokenLogprob, TokenStream
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
 from .json_list import JsonList
-from .messages import Messages, TemplateKwargs, template_kwargs, template_messages
+from .messages import Messages, TemplateKwargs, template_kwargs
 from .metrics import metrics_of, observed
 from .sse import DONE, EventStream, cancel_on_disconnect, data_frame
 from .wire import (
@@ -295,13 +295,12 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     options = StreamOptions.checked(body.stream_options, stream=bool(body.stream))
     engine = ready_engine(request)
     sampling = _sampling(body, engine.sampling_defaults)
-    messages = template_messages(body.messages, engine.info.max_model_len)
     names = {"prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     with renaming_fields(names):
         prompt = await engine.encode_chat(
-            messages,
+            body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             **template_kwargs(body.chat_template_kwargs, "chat_template_kwargs"),
         )

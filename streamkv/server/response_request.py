@@ -146,7 +146,7 @@ class ResponseRequest(GenerationFields, kw_only=True):
     ) -> list[TemplateMessage]:
         """The previous response's conversation and this input, without the instructions."""
         if not isinstance(self.input, str | None):
-            check_num_messages(len(self.input), max_messages, "input")
+            check_num_messages(self.input, max_messages, "input")
         messages = [*previous, *_input_messages(self.input)]
         if not messages:
             raise InvalidRequestError("input: expected text or at least one item", param="input")

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from ..engine.async_engine import AsyncEngine
 from ..errors import InvalidRequestError, UnknownModelError
 from .json_list import JsonList
-from .messages import Messages, TemplateKwargs, template_kwargs, template_messages
+from .messages import Messages, TemplateKwargs, template_kwargs
 from .wire import Name, NotHonoured, TokenId, json_response, read_body, ready_engine
 
 MAX_DETOKENIZE_TOKENS = 1 << 20
@@ -106,7 +106,7 @@ async def _tokens(body: TokenizeRequest, engine: AsyncEngine) -> list[int]:
             param="add_special_tokens",
         )
     return await engine.encode_chat(
-        template_messages(body.messages, engine.info.max_model_len),
+        body.messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         **template_kwargs(body.chat_template_kwargs, "chat_template_kwargs"),
     )

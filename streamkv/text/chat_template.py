@@ -25,6 +25,7 @@ import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InvalidRequestError, ModelLoadError, one_line
+from .chat_messages import template_messages
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 
@@ -88,7 +89,7 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **kwargs,
-            "messages": [_flatten(message, index) for index, message in enumerate(messages)],
+            "messages": template_messages(messages),
             "add_generation_prompt": add_generation_prompt,
         }
         pieces: list[str] = []
@@ -107,25 +108,6 @@ class ChatTemplate:
                 f"messages: the model's chat template refused them: {error}", param="messages"
             ) from error
         return "".join(pieces)
-
-
-def _flatten(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The message as templates expect it: no None values, text parts joined by newlines."""
-    present = {key: value for key, value in message.items() if value is not None}
-    content = present.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        texts = []
-        for number, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise InvalidRequestError(
-                    f"messages[{index}].content[{number}]: expected a part of type text, "
-                    f"got {kind!r}; this model reads text only",
-                    param=f"messages[{index}].content[{number}]",
-                )
-            texts.append(part["text"])
-        present["content"] = "\n".join(texts)
-    return present
 
 
 @jinja2.pass_context

@@ -6,7 +6,9 @@ gives it, with bytes for what the vocabulary lacks.
 
 SentencePiece puts a space before a text. Each stretch between tokens that are matched whole counts
 as a text of its own: so Llama 2 and what was made of it were trained, and so their tokenizer.json
-says. Mistral's vocabularies in which [INST] is one token are the exception: their templates write
+and llama.cpp have it. That goes for user-defined tokens too: converters call so what was added to a
+tokenizer later. (SentencePiece's own, around which it puts spaces otherwise, they call normal.)
+Mistral's vocabularies in which [INST] is one token are the exception: their templates write
 the spaces themselves, and only what stands first in the prompt gets one.
 """
 
@@ -42,6 +44,7 @@ def build_spm(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> tokenizers
             "tokenizer.ggml.precompiled_charsmap; name the folder of the model's own tokenizer "
             "with --tokenizer"
         )
+    _check_marks(vocabulary)
     tokens, types = vocabulary
     unknown = special_id(metadata, "unknown", len(tokens))
     if unknown is None and TokenType.UNKNOWN in types:
@@ -63,6 +66,23 @@ def build_spm(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> tokenizers
     backend = tokenizers.Tokenizer(model)
     _set_spaces(backend, metadata, vocabulary)
     return backend
+
+
+def _check_marks(vocabulary: Vocabulary) -> None:
+    """ModelLoadError where words end with their space. No key says so, but then no word begins
+    with one."""
+    normal = [
+        token
+        for token, kind in zip(*vocabulary, strict=True)
+        if kind == TokenType.NORMAL and token.strip(SPACE_MARK)
+    ]
+    begins = any(token.startswith(SPACE_MARK) for token in normal)
+    if not begins and any(token.endswith(SPACE_MARK) for token in normal):
+        raise ModelLoadError(
+            "GGUF: expected a SentencePiece tokenizer whose words begin with their space, got one "
+            "whose words end with it (treat_whitespace_as_suffix); name the folder of the model's "
+            "own tokenizer with --tokenizer"
+        )
 
 
 def _set_spaces(

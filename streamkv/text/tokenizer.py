@@ -12,9 +12,9 @@ entry for, `smollm` among them, it falls back to GPT-2's, which keeps runs of di
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -22,6 +22,9 @@ from ..errors import InvalidRequestError
 from . import gguf_metadata, gguf_vocab, token_bound, token_bytes
 from .chat_template import ChatTemplate
 from .tokenizer_folder import read_tokenizer_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class Tokenizer:
@@ -33,18 +36,22 @@ class Tokenizer:
         *,
         vocab_size: int,
         eos_token_ids: Iterable[int],
-        bos_token_id: int | None,
-        chat_template: ChatTemplate | None,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
     ) -> None:
+        """`special_tokens`: "bos_token", … → its text. `chat_template` is Jinja."""
         backend.no_truncation()  # a tokenizer.json may carry its training's limits
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self._backend = backend
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.bos_token_id = bos_token_id
+        self.special_tokens = special_tokens
+        self.bos_token_id = backend.token_to_id(special_tokens.get("bos_token", ""))
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self.chat_template = chat_template
+        self.chat_template = (
+            None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+        )
         self.joining = token_bytes.read_joining(backend.decoder)
         vocab = backend.get_vocab(with_added_tokens=True)
         self._bytes = token_bytes.build_table(
@@ -67,13 +74,12 @@ class Tokenizer:
         folder's. ModelLoadError."""
         folder = read_tokenizer_folder(path, chat_template)
         ids = folder.backend.get_vocab(with_added_tokens=True).values()
-        source, specials = folder.chat_template, folder.special_tokens
         return cls(
             folder.backend,
             vocab_size=max(ids, default=-1) + 1,
             eos_token_ids=folder.eos_token_ids.union(more_eos_ids),
-            bos_token_id=folder.backend.token_to_id(specials.get("bos_token", "")),
-            chat_template=None if source is None else ChatTemplate(source, specials),
+            special_tokens=folder.special_tokens,
+            chat_template=folder.chat_template,
         )
 
     @classmethod
@@ -94,16 +100,31 @@ class Tokenizer:
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         ids = {name: gguf_metadata.special_id(metadata, key, size) for name, key in names.items()}
         texts = {name: backend.id_to_token(i) for name, i in ids.items() if i is not None}
-        specials = {f"{name}_token": text for name, text in texts.items() if text is not None}
-        source = chat_template
-        if source is None:
-            source = gguf_metadata.chat_template(metadata)
+        if chat_template is None:
+            chat_template = gguf_metadata.chat_template(metadata)
         return cls(
             backend,
             vocab_size=size,
             eos_token_ids=gguf_metadata.gguf_eos_ids(metadata).union(more_eos_ids),
-            bos_token_id=ids["bos"],
-            chat_template=None if source is None else ChatTemplate(source, specials),
+            special_tokens={
+                f"{name}_token": text for name, text in texts.items() if text is not None
+            },
+            chat_template=chat_template,
+        )
+
+    def to_transformers(self, max_model_len: int) -> PreTrainedTokenizerFast:
+        """A copy for programs that use transformers' interface, whose import takes a second."""
+        from transformers import PreTrainedTokenizerFast as Theirs
+
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        make: Callable[..., PreTrainedTokenizerFast] = Theirs  # its constructor has no types
+        return make(
+            tokenizer_object=self._backend,
+            chat_template=None if self.chat_template is None else self.chat_template.source,
+            clean_up_tokenization_spaces=False,
+            model_max_length=max_model_len,
+            # Others would be added, with ids that the model doesn't have.
+            **{name: text for name, text in self.special_tokens.items() if text in vocab},
         )
 
     @property

@@ -7,7 +7,7 @@ makes of them. Invariant: each broken file is a ModelLoadError that names it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from ..files import is_file, read_object_if_any, read_text, unreadable, what_it_
 MAX_TOKEN_ID = 2**31 - 1
 PANIC = "PanicException"  # what a bug in a library of Rust raises; it can't be imported
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MORE_SPECIAL_NAMES = ("sep_token", "cls_token", "mask_token")
+_SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _OLDER_FILES = (  # one of these is what a tokenizer from before tokenizer.json is converted from
     *("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     "tekken.json",
@@ -37,7 +40,9 @@ def read_tokenizer_folder(path: Path, chat_template: str | None = None) -> Token
     ModelLoadError."""
     backend = _read_backend(path)
     config = read_object_if_any(path / "tokenizer_config.json")
-    specials = _special_tokens(read_object_if_any(path / "special_tokens_map.json") | config)
+    declared = read_object_if_any(path / "special_tokens_map.json") | config
+    specials = _special_tokens(declared)
+    _declare_added(backend, declared)
     eos_ids = declared_eos_ids(path)
     eos_id = backend.token_to_id(specials.get("eos_token", ""))
     return TokenizerFolder(
@@ -111,13 +116,57 @@ def _converted(path: Path) -> tokenizers.Tokenizer:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Name → text of the special tokens; each is written as a string or as {"content": …}."""
-    found = {}
-    for name in _SPECIAL_NAMES:
+    texts = {name: _text_of(config.get(name)) for name in _SPECIAL_NAMES}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _declare_added(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Make tokens what the configs say they are, as transformers does: matched whole, and special
+    ones left out of answers. Those that the tokenizer lacks aren't made: the model has no row for
+    them."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    as_they_were = {repr(token) for token in known.values()}
+    decoder = config.get("added_tokens_decoder")
+    described = map(_added_token, decoder.values() if isinstance(decoder, dict) else ())
+    wanted = {token.content: token for token in described if token is not None}
+    for value in _special_values(config):
+        token = _added_token(value)
+        if token is not None:
+            token = wanted.get(token.content) or known.get(token.content) or token
+            token.special = True
+            wanted[token.content] = token
+    for text, token in wanted.items():
+        if backend.token_to_id(text) is None:
+            continue
+        token.special = token.special or (text in known and known[text].special)
+        if repr(token) not in as_they_were:
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+
+
+def _special_values(config: Mapping[str, Any]) -> Iterator[Any]:
+    """What is called a special token, by name or in a list."""
+    for name in (*_SPECIAL_NAMES, *_MORE_SPECIAL_NAMES):
+        yield config.get(name)
+    for name in _SPECIAL_LISTS:
         value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[name] = text
-    return found
+        if isinstance(value, (list, dict)):
+            yield from value.values() if isinstance(value, dict) else value
+
+
+def _added_token(value: Any) -> tokenizers.AddedToken | None:
+    """From a string, or {"content": …} with or without flags; None for anything else."""
+    text = _text_of(value)
+    if text is None:
+        return None
+    if isinstance(value, str):
+        return tokenizers.AddedToken(text, normalized=False)
+    flags = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
+    return tokenizers.AddedToken(text, **flags)
+
+
+def _text_of(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:

@@ -43,6 +43,16 @@ def test_it_says_that_a_folder_without_a_tokenizer_can_not_be_served(checkpoint,
     assert "chat template" not in said
 
 
+def test_it_says_that_the_kernels_have_no_such_heads(tmp_path, capsys):
+    save_tiny_checkpoint(tmp_path, head_dim=24)
+    said = said_of(capsys, tmp_path)
+    assert said["kernels"].startswith("serve would refuse the model: ")
+    assert "a multiple of 16 up to 256, got 24; use --ops reference" in said["kernels"]
+    assert "kernels" not in said_of(capsys, tmp_path, "--ops", "reference")
+    assert main(["generate", "the", "--model", str(tmp_path)]) == 1
+    assert f"{tmp_path}: the native kernels can't run this model" in capsys.readouterr().err
+
+
 def test_it_says_that_the_context_ends_where_a_window_would_begin(tmp_path, capsys):
     save_tiny_checkpoint(
         tmp_path, architecture="MistralForCausalLM", hidden_size=64, sliding_window=64

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamkv.commands.options import SamplingConfig
-from streamkv.commands.sampling import check_sampling, sampling_within
+from streamkv.commands.sampling import check_sampling, sampling_within, why_cut
 from streamkv.errors import ConfigError
 
 
@@ -25,18 +25,23 @@ def test_what_was_asked_beats_the_checkpoint_which_beats_the_commands_own():
 
 
 @pytest.mark.parametrize(
-    ("asked", "defaults", "fallbacks", "max_tokens"),
+    ("asked", "defaults", "fallbacks", "max_tokens", "reason"),
     [
-        ({}, {}, {}, 100),  # all there is room for
-        ({}, {}, {"max_tokens": 256}, 100),
-        ({}, {"max_tokens": 2048}, {}, 100),
-        ({"max_tokens": 5000}, {}, {}, 100),
-        ({"max_tokens": 30}, {"max_tokens": 20}, {"max_tokens": 10}, 30),
+        ({}, {}, {}, 100, "the context of 1,000 tokens"),  # all there is room for
+        ({}, {}, {"max_tokens": 256}, 100, "the context"),
+        ({}, {"max_tokens": 2048}, {}, 100, "the context"),
+        ({"max_tokens": 5000}, {}, {}, 100, "the context"),
+        ({"max_tokens": 30}, {"max_tokens": 20}, {"max_tokens": 10}, 30, "--max-tokens allows 30"),
+        ({}, {"max_tokens": 20}, {}, 20, "the checkpoint's max_new_tokens allows 20"),
     ],
 )
-def test_an_answer_is_never_longer_than_there_is_room_for(asked, defaults, fallbacks, max_tokens):
-    sampling = sampling_within(engine(**defaults), SamplingConfig(**asked), 900, **fallbacks)
+def test_an_answer_is_never_longer_than_there_is_room_for_and_says_what_cut_it(
+    asked, defaults, fallbacks, max_tokens, reason
+):
+    options, checkpoint = SamplingConfig(**asked), engine(**defaults)
+    sampling = sampling_within(checkpoint, options, 900, **fallbacks)
     assert sampling.max_tokens == max_tokens
+    assert why_cut(checkpoint, options, sampling, 900).startswith(reason)
 
 
 def test_what_makes_no_sense_names_the_flag():

@@ -60,6 +60,24 @@ def test_a_model_without_a_tokenizer_takes_the_one_that_is_named(
     assert text_side(bare, tokenizer=str(other)).eos_token_ids == {2, 9}
 
 
+def test_a_tokenizer_of_tokens_that_the_model_lacks_is_said_before_weights_are_read(
+    tmp_path: Path, other: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fitting = write_json(tmp_path / "fitting", config={"vocab_size": 339})
+    assert text_side(fitting, tokenizer=str(other)).vocab_size == 339
+    tokens = tiny_gguf_metadata()["tokenizer.ggml.tokens"][:-1]
+    gguf = write_gguf(
+        tmp_path / "short.gguf", metadata={"tokenizer.ggml.tokens": (tokens, "ARRAY")}
+    )
+    for short in (write_json(tmp_path / "short", config={"vocab_size": 338}), gguf):
+        with pytest.raises(ConfigError, match=rf"--tokenizer .* 338 .*{short} has, .* 339;"):
+            text_side(short, tokenizer=str(other))
+    assert not caplog.messages
+    write_json(other, config={"vocab_size": 338})
+    text_side(other)
+    assert "has 339 tokens, the model 338" in caplog.text
+
+
 def test_a_template_from_a_file_is_used_whatever_the_checkpoint_has(
     tmp_path: Path, other: Path
 ) -> None:
@@ -103,7 +121,8 @@ def test_a_broken_template_file_is_refused_before_anything_is_read(
 def test_an_engine_says_what_its_checkpoint_recommends(
     tmp_path: Path, other: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = write_json(tmp_path / "model", config={}, generation_config={"temperature": 0.5})
+    recommended = {"temperature": 0.5, "max_new_tokens": 9}
+    model = write_json(tmp_path / "model", config={}, generation_config=recommended)
     caplog.set_level(logging.INFO, "streamkv")
 
     async def main() -> None:
@@ -111,11 +130,11 @@ def test_an_engine_says_what_its_checkpoint_recommends(
         with pytest.raises(EngineNotReadyError):
             _ = engine.sampling_defaults
         async with engine:
-            assert engine.sampling_defaults == {"temperature": 0.5}
+            assert engine.sampling_defaults == {"temperature": 0.5, "max_tokens": 9}
             assert await engine.encode_chat(HELLO) == engine.tokenizer.encode(
                 Tokenizer.from_folder(other).apply_chat_template(HELLO)
             )
 
     run(main)
     (line,) = (one for one in caplog.messages if "generation-config" in one)
-    assert "temperature 0.5" in line
+    assert "temperature 0.5, max_tokens 9 (chats and responses, not completions);" in line

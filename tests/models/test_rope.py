@@ -39,6 +39,9 @@ CONFIGS = {
     "new-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
     "linear-old": {"rope_scaling": {"type": "linear", "factor": 2.5}, "rope_theta": 26000.0},
+    "linear-null": {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": None}},
+    "linear-others-keys": {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 8}},
+    "plain-neutral": {"rope_scaling": {"rope_type": "default", "factor": 1.0}},
     "llama3": {"rope_parameters": LLAMA3},
     "llama3-short": {
         "rope_parameters": LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 512}
@@ -147,6 +150,11 @@ def test_empty_objects_say_nothing():
         ({"rope_parameters": {"rope_type": "linear", "factor": True}}, "factor"),
         ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, "factor"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta"),
+        ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling\.factor to be absent .* got 8\.0"),
+        ({"rope_parameters": {"short_factor": FACTORS}}, r"rope_parameters\.short_factor"),
+        ({"rope_parameters": LLAMA3 | {"facter": 8.0}}, r"rope_parameters\.facter is not sup"),
+        ({"rope_scaling": {"rope_typ": "linear", "factor": 8.0}}, r"rope_scaling\.rope_typ is"),
+        ({"rope_parameters": {"full_attention": LLAMA3}}, r"rope_parameters\.full_attention"),
         ({"rope_theta": -1.0}, "rope_theta"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor"),

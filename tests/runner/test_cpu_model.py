@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from streamkv import _cpu
 from streamkv.config import EngineConfig
-from streamkv.errors import ConfigError
+from streamkv.errors import ConfigError, ModelLoadError
 from streamkv.models import build_model, read_config
 from streamkv.runner.cpu_model import effective_quantization, kv_dtype_of
+from streamkv.runner.native_limits import check_native
 
-MODEL = build_model(
-    read_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 10,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-        }
-    )
-)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 10,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+MODEL = build_model(read_config(CONFIG))
 
 
 def found(config: dict[str, Any], layers: str, tables: str, v_proj: str = "") -> str:
@@ -96,3 +96,35 @@ def test_quantized_weights_are_not_quantized_again(asked, layers, tables, v_proj
 )
 def test_keys_and_values_have_the_models_dtype_or_what_was_asked_for(dtype, asked, expected):
     assert kv_dtype_of(EngineConfig(dtype=dtype, kv_cache_dtype=asked)) == expected
+
+
+def refuses(make: Callable[[], object]) -> bool:
+    try:
+        make()
+    except (ValueError, ModelLoadError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("head_dim", [2, 8, 16, 24, 80, 100, 256, 264, 272, 512])
+def test_head_sizes_are_refused_where_the_extension_refuses_them(head_dim):
+    model = build_model(read_config(CONFIG | {"head_dim": head_dim}))
+    formats = dict.fromkeys((one.name for one in model.parameters()), ("bfloat16",))
+    refused = refuses(lambda: _cpu.KvCache("bfloat16", 1, 1, 1, 16, head_dim))
+    assert refuses(lambda: check_native(model, formats)) == refused
+
+
+@pytest.mark.parametrize("depth", [1, 2, 33, 34])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8"])
+def test_depths_are_refused_where_the_extension_refuses_them(depth, kind):
+    sizes = {"hidden_size": depth, "head_dim": 16}
+    model = build_model(read_config(CONFIG | sizes))
+    formats = {one.name: (kind,) * len(one.parts) for one in model.parameters()}
+    refused = refuses(
+        lambda: (
+            _cpu.QuantizedWeight([kind], [10], depth)
+            if kind == "int8"
+            else _cpu.PackedWeight(kind, 10, depth)
+        )
+    )
+    assert refuses(lambda: check_native(model, formats)) == refused

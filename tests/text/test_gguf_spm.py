@@ -154,6 +154,12 @@ def test_a_folder_says_the_same_as_the_gguf_file(tmp_path: Path) -> None:
                 assert tokenizer.decode(ids) == streamed(tokenizer, ids) == decoded
 
 
+def test_words_that_end_with_their_space_are_refused() -> None:
+    with pytest.raises(ModelLoadError, match="words begin with their space.*--tokenizer"):
+        Tokenizer.from_gguf(metadata_of(model(treat_whitespace_as_suffix=True)))
+    Tokenizer.from_gguf(metadata_of(model(split_by_whitespace=False)))  # both ends
+
+
 def test_token_types_decide_what_is_matched_whole_and_how() -> None:
     spm = model(user_defined_symbols="<tool>,a\u2581word", control_symbols="<|im_end|>")
     ours = Tokenizer.from_gguf(metadata_of(spm))

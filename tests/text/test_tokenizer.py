@@ -38,6 +38,60 @@ def test_a_folder_tokenizes_as_transformers_does(tiny_folder: Path) -> None:
         assert ours.decode(ids, skip_special_tokens=False) == text
 
 
+def added(text: str, **flags: bool) -> dict[str, Any]:
+    return {"__type": "AddedToken", "content": text, "special": True, "normalized": False} | flags
+
+
+@pytest.mark.parametrize("knows", ["tokens matched whole", "a vocabulary"])
+@pytest.mark.parametrize(
+    ("config", "special"),
+    [
+        ({}, set()),
+        ({"eos_token": "<|im_end|>", "mask_token": "not a token"}, {2}),
+        ({"bos_token": added("<|im_start|>", lstrip=True), "pad_token": "<|endoftext|>"}, {0, 1}),
+        ({"extra_special_tokens": {"image_token": "<|im_start|>"}}, {1}),
+        ({"added_tokens_decoder": {"1": added("<|im_start|>", rstrip=True)}}, {1}),
+        (
+            {"added_tokens_decoder": {"2": added("<|im_end|>", special=False, lstrip=True)}},
+            set(),
+        ),
+    ],
+)
+def test_tokens_that_only_the_configs_call_special_are_left_out_as_in_transformers(
+    tmp_path: Path, tiny_folder: Path, knows: str, config: dict[str, Any], special: set[int]
+) -> None:
+    content = json.loads((tiny_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["special"] = False
+    if knows == "a vocabulary":
+        content["added_tokens"] = []
+    folder = folder_with(tmp_path, tiny_folder, tokenizer=content, tokenizer_config=config)
+    ours = Tokenizer.from_folder(folder)
+    assert ours.special_token_ids == special
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in ("a <|im_start|> user the<|im_end|> x<|endoftext|>", "<|im_end|>  <|im_start|>"):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        shown = theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids) == Detokenizer(ours).push(ids) == shown
+
+
+def test_a_list_of_special_tokens_counts_and_what_is_no_token_does_not(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    content = json.loads((tiny_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["special"] = False
+    config = {
+        "additional_special_tokens": ["<|im_start|>", {"content": "<|im_end|>"}, 7, {}, "new"],
+        "sep_token": 7,
+        "added_tokens_decoder": {"0": "x", "x": {"content": None}},
+    }
+    folder = folder_with(tmp_path, tiny_folder, tokenizer=content, tokenizer_config=config)
+    ours = Tokenizer.from_folder(folder)
+    assert (ours.special_token_ids, ours.vocab_size) == ({1, 2}, 339)
+
+
 def folder_with(tmp_path: Path, tiny_folder: Path, **files: Any) -> Path:
     """A copy of the tiny tokenizer.json with these JSON files beside it."""
     shutil.copy(tiny_folder / "tokenizer.json", tmp_path)
