@@ -14,7 +14,7 @@ NATIVE := $(shell find cuda_ext -type f) pyproject.toml
 .PHONY: serve test lint unit gpu-check selftest arm-check wheel docs clean
 
 serve: $(VENV)/.installed
-	@$(BIN)/streamkv serve $(ARGS)
+	@$(BIN)/streamkv serve $(ARGS) || [ $$? -eq 130 ]  # Ctrl-C
 
 test: lint unit
 
@@ -58,7 +58,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python $(NATIVE)
-	@echo "building streamkv (about a minute)"
+	@echo "installing what streamkv needs, and building its kernels (a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(if $(GPU),"$(TORCH)")
 	@touch $@
 

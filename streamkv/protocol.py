@@ -155,18 +155,17 @@ class SamplingParams(UnreadSamplingParams, kw_only=True, repr_omit_defaults=True
 
     def _check_lists(self) -> None:
         """Check what has several items, and keep copies."""
-        if not isinstance(self.logit_bias, Mapping | None):
+        biases = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(biases, Mapping):
             raise InvalidRequestError(
-                "logit_bias: expected a dict of token ids and numbers, got "
-                f"{type(self.logit_bias).__name__}",
+                f"logit_bias: expected a dict of token ids and numbers, got {biases!r:.100}",
                 param="logit_bias",
             )
-        biases = _few("logit_bias", self.logit_bias, MAX_LOGIT_BIASES, "tokens")
         self.logit_bias = {
             _whole("logit_bias", token_id, 0, 2**31 - 1): _number(
-                "logit_bias", self.logit_bias[token_id], -100.0, 100.0
+                "logit_bias", biases[token_id], -100.0, 100.0
             )
-            for token_id in biases
+            for token_id in _few("logit_bias", biases, MAX_LOGIT_BIASES, "tokens")
         }
         self.stop_token_ids = tuple(
             _whole("stop_token_ids", token_id, 0, 2**31 - 1)
@@ -202,17 +201,20 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
-def _few(name: str, items: Iterable[Any] | None, limit: int, what: str) -> tuple[Any, ...]:
+def _few(name: str, items: Any, limit: int, what: str) -> tuple[Any, ...]:
     """The items, at most `limit`: they are looked at one by one, while others wait."""
-    items = () if items is None else plain(items)
-    if not isinstance(items, Iterable) or isinstance(items, (str, bytes)):
-        raise InvalidRequestError(
-            f"{name}: expected a list of {what}, got {items!r:.100}", param=name
-        )
-    few = tuple(itertools.islice(items, limit + 1))
-    if len(few) > limit:
+    if items is None:
+        return ()
+    if not isinstance(items, (tuple, list, dict)):
+        items = plain(items)
+        if not isinstance(items, Iterable) or isinstance(items, (str, bytes)):
+            raise InvalidRequestError(
+                f"{name}: expected a list of {what}, got {items!r:.100}", param=name
+            )
+        items = tuple(itertools.islice(items, limit + 1))
+    if len(items) > limit:
         raise InvalidRequestError(f"{name}: expected at most {limit} {what}, got more", param=name)
-    return few
+    return tuple(items)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

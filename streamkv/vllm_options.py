@@ -120,7 +120,13 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
         "a checkpoint has one tokenizer: --tokenizer names another",
         "tokenizer_mode",
     ),
-    ("value", "main", "--revision is of weights and tokenizer", "tokenizer_revision"),
+    (
+        "value",
+        "main",
+        "--revision is of all files of the model's repository; of another one, give the page: "
+        "--tokenizer https://huggingface.co/ORG/NAME/tree/REVISION",
+        "tokenizer_revision",
+    ),
     ("value", ANY, "no code of a checkpoint is ever run", "code_revision"),
     ("switch", OFF, "text needs a tokenizer: --tokenizer names one", "skip_tokenizer_init"),
     ("value", "true false", "set the variable HF_TOKEN to it", "hf_token"),

@@ -253,11 +253,11 @@ def test_memory_that_runs_out_is_one_line(command, capsys, monkeypatch):
     def resolve(*arguments, **options):
         raise MemoryError
 
-    monkeypatch.setattr("streamkv.weights.hub.resolve_checkpoint", resolve)
     monkeypatch.setattr("streamkv.info.resolve_checkpoint", resolve)
+    monkeypatch.setattr("streamkv.weights.hub.resolve_checkpoint", resolve)
     assert main([command, "a-model", *(["--port", "0"] if command == "serve" else [])]) == 1
     error = capsys.readouterr().err
-    assert "streamkv: out of memory: " in error.splitlines()[-1] and "Traceback" not in error
+    assert "streamkv: out of memory" in error.splitlines()[-1] and "Traceback" not in error
 
 
 @pytest.mark.parametrize("size", ["inf", "1e308", "nan", "-1"])

@@ -1,9 +1,11 @@
 """Messages across the device border are numbers and bytes; bad sampling values are named."""
 
+import enum
 import math
 import struct
 from array import array
 
+import numpy as np
 import pytest
 
 from streamkv.errors import InvalidRequestError
@@ -215,6 +217,12 @@ def test_row_sampling_masks_end_tokens_only_below_min_tokens_and_unless_eos_is_i
         ("min_tokens", 0.5),
         ("logprobs", 1.0),
         ("logit_bias", {1.5: 0.0}),
+        ("logit_bias", [1]),
+        ("stop", 5),
+        ("stop", iter(("x",) * 17)),
+        ("temperature", np.array([1.0, 2.0])),
+        ("top_k", np.float32(1.0)),
+        ("n", np.bool_(True)),
         ("stop_token_ids", (1.5,)),
         ("stop_token_ids", (2**31,)),
     ],
@@ -224,6 +232,7 @@ def test_a_sampling_value_out_of_range_is_an_error_that_names_the_field(field, v
         SamplingParams(**{field: value})
     assert raised.value.param == field
     assert field in str(raised.value)
+    assert isinstance(raised.value, ValueError)  # as vLLM's
 
 
 @pytest.mark.parametrize(
@@ -237,6 +246,7 @@ def test_a_sampling_value_out_of_range_is_an_error_that_names_the_field(field, v
         ("detokenize", [True], False),
         ("spaces_between_special_tokens", [True], False),
         ("extra_args", [None, {}], {"a": 1}),
+        ("use_beam_search", [False, None], True),
     ],
 )
 def test_vllm_fields_for_what_is_not_done_are_taken_at_values_that_ask_for_nothing(
@@ -253,6 +263,37 @@ def test_what_scripts_leave_empty_is_left_out():
     sampling = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, seed=-1)
     assert sampling == SamplingParams()
     assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=(text for text in "ab")).stop == ("a", "b")
+    assert SamplingParams.from_optional(n=None, top_p=None, max_tokens=5).max_tokens == 5
+    assert SamplingParams.from_optional(temperature=None) == SamplingParams()
+    assert SamplingParams.from_optional(max_tokens=None) == SamplingParams(max_tokens=None)
+
+
+def test_numbers_of_numpy_become_pythons():
+    theirs = SamplingParams(
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.25),
+        seed=np.uint8(7),
+        stop_token_ids=np.array([5, 6]),
+        logit_bias={np.int32(3): np.float16(1.5)},
+        logprobs=np.array(4),
+    )
+    ours = SamplingParams(
+        n=2,
+        temperature=0.5,
+        top_p=0.25,
+        seed=7,
+        stop_token_ids=(5, 6),
+        logit_bias={3: 1.5},
+        logprobs=4,
+    )
+    assert repr(theirs) == repr(ours)
+
+
+def test_fields_that_change_no_answer_are_taken_whatever_they_are():
+    kinds = enum.Enum("RequestOutputKind", ["CUMULATIVE", "FINAL_ONLY"])
+    SamplingParams(output_kind=kinds.FINAL_ONLY, skip_clone=True, stream_interval=4)
 
 
 def test_a_clone_shares_nothing_that_can_be_changed_and_is_checked():

@@ -70,6 +70,7 @@ def test_what_changes_nothing_is_taken_in_python(given):
         ({"enable_chunked_prefill": False}, "raise it to have them whole"),
         ({"speculative_config": {"model": "x"}}, "speculative_config (--speculative-config): "),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb (--cpu-offload-gb): expected 0, got 4; "),
+        ({"port": 8000}, "port (--port) is an option of `streamkv serve`: leave it out here"),
         ({"max_num_seq": 4}, "got max_num_seq: did you mean max_num_seqs?"),
         ({"entirely_new": 4}, "expected an option of streamkv or of vLLM, got entirely_new"),
     ],

@@ -215,6 +215,11 @@ class DeviceThread:
             return EngineDeadError("the engine was closed while it was loading")
         if isinstance(exc, StreamkvError):
             return exc
+        if isinstance(exc, MemoryError):
+            return ModelLoadError(
+                f"out of memory while {self.progress.stage}: free some, or use a smaller model or "
+                "smaller limits"
+            )
         logger.error("loading failed", exc_info=exc)
         error = ModelLoadError(f"loading failed while {self.progress.stage}: {_describe(exc)}")
         error.__cause__ = exc

@@ -110,7 +110,13 @@ def read_text_side(
     template = read_chat_template(config)
     if config.tokenizer:
         eos_ids = declared_eos_ids(path) if metadata is None else gguf_eos_ids(metadata)
-        other = resolve_tokenizer(config.tokenizer, progress, download_dir=config.download_dir)
+        other = resolve_tokenizer(
+            config.tokenizer,
+            progress,
+            model=config.model,
+            revision=config.revision,
+            download_dir=config.download_dir,
+        )
         tokenizer = read_tokenizer(other, chat_template=template, more_eos_ids=eos_ids)
     else:
         tokenizer = _build_tokenizer(path, metadata, template)

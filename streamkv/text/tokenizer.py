@@ -4,8 +4,9 @@ Owns the `tokenizers` object, the token → bytes table, the special ids and the
 Knows nothing about requests, streams or models. Invariant: immutable after construction, so any
 thread may use it.
 
-What is trusted where sources differ: a folder's tokenizer.json as it stands; a GGUF file's tokens
-and merges, cut into words by the rule that its `tokenizer.ggml.pre` names (see `pre_tokenizers`).
+What is trusted where sources differ: a folder's tokenizer.json, and which of its tokens the configs
+beside it call special; a GGUF file's tokens and merges, cut into words by the rule that its
+`tokenizer.ggml.pre` names (see `pre_tokenizers`).
 `transformers`' own conversion of GGUF tokenizers is no authority on that rule: for names it has no
 entry for, `smollm` among them, it falls back to GPT-2's, which keeps runs of digits together.
 """

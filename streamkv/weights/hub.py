@@ -7,6 +7,7 @@ for a hub id, and nothing is asked of the network before the string was found to
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,16 +72,26 @@ def resolve_checkpoint(
 
 
 def resolve_tokenizer(
-    tokenizer: str, progress: Watch = unwatched, *, download_dir: str = ""
+    tokenizer: str,
+    progress: Watch = unwatched,
+    *,
+    model: str = "",
+    revision: str = "",
+    download_dir: str = "",
 ) -> Checkpoint:
     """Find what has the tokenizer that `tokenizer` names: a folder, which needs no model, or what
-    `resolve_checkpoint` takes. Of a folder on a hub the weights aren't downloaded."""
+    `resolve_checkpoint` takes. Of a folder on a hub the weights aren't downloaded. The revision is
+    the model's: the tokenizer's too if it is of the same repository."""
     path = os.path.expanduser(tokenizer)
     if os.path.isdir(path):
         return Checkpoint(Path(path), "huggingface")
     if tokenizer in ALIASES or os.path.exists(path):
         return resolve_checkpoint(tokenizer, progress)
     hub_id = _hub_id(tokenizer, "", f"tokenizer: expected a folder, or {_accepted()}")
+    with contextlib.suppress(NotAHubId):
+        of_model = parse_hub_id(model, revision)
+        if of_model.repo == hub_id.repo and not hub_id.revision:
+            hub_id = hub_id._replace(revision=of_model.revision)
     return _fetched(download(hub_id, download_dir=download_dir, progress=progress, text_only=True))
 
 

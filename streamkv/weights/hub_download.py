@@ -2,19 +2,22 @@
 
 Owns the talk with huggingface_hub, and what its errors mean to a user. It writes the messages of
 `huggingface.py` to stdout, a line each. Invariants: descriptions are fetched before weights, so a
-snapshot in the cache that has its weights has everything; what is half there when nobody listens
-any more is removed, unless the library can go on from it.
+snapshot in the cache that has its weights has everything; a file is whole if its size is the one
+that the hub tells; what is half there when nobody listens any more is removed, or else by the next
+download, unless the library can go on from it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +27,7 @@ import msgspec
 from ..errors import ModelLoadError
 from .hub_errors import explain
 from .hub_files import SAFETENSORS, Choice, choose_files, descriptions_of, with_shards
+from .hub_ids import is_safe
 from .huggingface import Failed, Fetched, Message, Note, Request, Step
 
 _BEAT_S = 0.2
@@ -31,6 +35,7 @@ ANNOUNCED_BYTES = 10**7  # less is done before anybody has looked
 CHUNK_BYTES = 1 << 20
 # What the library writes and never goes on from, as its name is for one process alone.
 _UNIQUE_PART = re.compile(r"\.[0-9a-f]{8}\.incomplete$")
+_QUIET_S = 10.0  # nothing was written for so long to a part that nobody writes
 
 
 def main() -> None:
@@ -84,8 +89,11 @@ class Teller:
 
 
 class HubFile(NamedTuple):
-    num_bytes: int
+    num_bytes: int  # 0: not told
     blob: str  # its name in the cache, where equal files of all revisions are one
+
+    def is_whole(self, path: Path) -> bool:
+        return path.is_file() and self.num_bytes in (0, path.stat().st_size)
 
 
 class Listing(NamedTuple):
@@ -111,24 +119,17 @@ class Download:
 
     def run(self) -> Path:
         """The .gguf file or the folder of the snapshot. ModelLoadError, or the library's errors."""
-        cached = self._cached()
-        if cached is not None and self._revision == cached.name:
-            with contextlib.suppress(ModelLoadError):  # a commit never changes
-                return self._complete(cached)
         try:
             listing = self._list()
         except Exception as error:
-            return self._without_hub(cached, error)
+            return self._without_hub(error)
         chosen = self._choose(listing.files)
         snapshot = self._folder / "snapshots" / listing.commit
         self._fetch(listing, chosen.descriptions)
         weights = with_shards(chosen.weights, snapshot)
         missing = sorted(set(weights) - set(listing.files))
         if missing:
-            raise ModelLoadError(
-                f"its index names {missing[0]!r:.100}, which it does not have; the repository is "
-                "broken: find another one"
-            )
+            raise _broken(f"its index names {missing[0]!r:.100}, which it does not have")
         self._fetch(listing, weights)
         return _result(snapshot, chosen)
 
@@ -151,7 +152,8 @@ class Download:
             info.sha,
             {
                 file.rfilename: HubFile(
-                    file.size or 0, (file.lfs.sha256 if file.lfs else file.blob_id) or "?"
+                    file.size or 0,
+                    os.path.basename((file.lfs.sha256 if file.lfs else file.blob_id) or "?"),
                 )
                 for file in info.siblings
             },
@@ -168,15 +170,24 @@ class Download:
         return Choice(described, [])
 
     def _fetch(self, listing: Listing, names: list[str]) -> None:
-        """Those that aren't in the cache, all at once. The first writes down what the revision's
-        commit is, for a day without network."""
+        """Those that aren't whole in the cache, all at once. The first writes down what the
+        revision's commit is, for a day without network."""
         from huggingface_hub import snapshot_download
 
         snapshot = self._folder / "snapshots" / listing.commit
-        absent = [name for name in names if not (snapshot / name).is_file()]
+        unsafe = next((name for name in names if not is_safe(name)), None)
+        if unsafe is not None:
+            raise _broken(f"it lists a file {unsafe!r:.100}")
+        absent = [name for name in names if not listing.files[name].is_whole(snapshot / name)]
         if not absent:
             return
         blobs = self._folder / "blobs"
+        remove_stale_parts(blobs, self._cache / ".locks" / self._folder.name)
+        for name in absent:
+            file = listing.files[name]
+            for path in (snapshot / name, blobs / file.blob):
+                if not file.is_whole(path):  # the library would take it as it is
+                    path.unlink(missing_ok=True)
         files = {listing.files[name] for name in absent}
         total_bytes = sum(file.num_bytes for file in files if not (blobs / file.blob).exists())
         self._check_space(total_bytes)
@@ -199,17 +210,18 @@ class Download:
         free_bytes = shutil.disk_usage(there).free
         if free_bytes < total_bytes:
             raise ModelLoadError(
-                f"expected {total_bytes >> 20} MiB for it in {self._cache}, got {free_bytes >> 20} "
-                "MiB free; make room, or name another folder with --download-dir or HF_HOME"
+                f"expected {-(-total_bytes >> 20)} MiB for it in {self._cache}, got "
+                f"{free_bytes >> 20} MiB free; make room, or name another folder with "
+                "--download-dir or HF_HOME"
             )
 
     # --- without the hub ---------------------------------------------------------------------
 
-    def _without_hub(self, cached: Path | None, error: Exception) -> Path:
+    def _without_hub(self, error: Exception) -> Path:
         """What is in the cache, if that is all of it. ModelLoadError."""
         from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
 
-        reason = self.explain(error)
+        reason, cached = self.explain(error), self._cached()
         if cached is None or isinstance(error, RevisionNotFoundError):
             raise ModelLoadError(reason) from error
         try:
@@ -222,21 +234,11 @@ class Download:
 
     def _cached(self) -> Path | None:
         """The folder of the revision's snapshot, whatever is in it."""
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            return Path(
-                snapshot_download(
-                    self._repo,
-                    revision=self._revision,
-                    cache_dir=self._cache,
-                    allow_patterns=[],  # nothing in particular
-                    local_files_only=True,
-                )
-            )
-        except LocalEntryNotFoundError:
-            return None
+        name = self._revision or "main"
+        ref = self._folder / "refs" / name
+        commit = ref.read_text().strip() if ref.is_file() else name
+        snapshot = self._folder / "snapshots" / commit
+        return snapshot if snapshot.is_dir() else None
 
     def _complete(self, snapshot: Path) -> Path:
         """ModelLoadError unless everything is there."""
@@ -251,6 +253,10 @@ class Download:
 
 def _result(snapshot: Path, chosen: Choice) -> Path:
     return snapshot if chosen.descriptions else snapshot / chosen.weights[0]
+
+
+def _broken(reason: str) -> ModelLoadError:
+    return ModelLoadError(f"{reason}; the repository is broken: find another one")
 
 
 # --- the disk --------------------------------------------------------------------------------
@@ -277,6 +283,18 @@ def remove_parts() -> None:
                 path = os.readlink(entry.path)
                 if _UNIQUE_PART.search(path):
                     os.unlink(path)
+
+
+def remove_stale_parts(blobs: Path, locks: Path) -> None:
+    """Those of processes that were killed: nobody has the lock of the file, nor writes it. (Some
+    network filesystems give a lock to everybody.)"""
+    for part in blobs.glob("*.incomplete"):
+        lock = locks / f"{part.name.partition('.')[0]}.lock"
+        with contextlib.suppress(OSError):  # gone meanwhile, or locked
+            if _UNIQUE_PART.search(part.name) and time.time() - part.stat().st_mtime > _QUIET_S:
+                with lock.open("ab") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    part.unlink()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def with_shards(weights: list[str], folder: Path) -> list[str]:
         return weights
     index = folder / SAFETENSORS[0]
     weight_map = read_object(index).get("weight_map")
-    shards = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not shards or not all(
         isinstance(shard, str) and shard == PurePosixPath(shard).name for shard in shards
     ):
@@ -85,7 +85,7 @@ def with_shards(weights: list[str], folder: Path) -> list[str]:
             f"{index}: expected weight_map to map tensor names to file names; the checkpoint is "
             "broken: get another one"
         )
-    return [*weights, *sorted(shards)]
+    return [*weights, *sorted(set(shards))]
 
 
 # --- GGUF ------------------------------------------------------------------------------------

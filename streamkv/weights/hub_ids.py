@@ -80,7 +80,7 @@ def _check(hub_id: HubId, *, is_url: bool) -> None:
         raise NotAHubId("expected no '--', '..' or '.git' at the end")
     if not is_url and not file and repo.endswith(".gguf"):
         raise NotAHubId("expected org/name/file.gguf for a file of a repository")
-    if file and (not file.endswith(".gguf") or not _is_safe(file)):
+    if file and (not file.endswith(".gguf") or not is_safe(file)):
         raise NotAHubId("expected the name of a .gguf file after org/name/")
     if quant and (file or not _QUANT.fullmatch(quant)):
         raise NotAHubId("expected a format such as Q4_K_M after ':', and no file before it")
@@ -89,9 +89,10 @@ def _check(hub_id: HubId, *, is_url: bool) -> None:
             f"{repo}:{quant}: expected a format that is read here, such as Q4_K_M, Q4_0, Q5_K_M, "
             f"Q6_K, Q8_0 or BF16, got {quant}; give one of these, or org/name alone for the best"
         )
-    if revision and not (_REVISION.fullmatch(revision) and _is_safe(revision)):
+    if revision and not (_REVISION.fullmatch(revision) and is_safe(revision)):
         raise ConfigError(f"revision: expected a branch, tag or commit, got {revision!r:.100}")
 
 
-def _is_safe(path: str) -> bool:
+def is_safe(path: str) -> bool:
+    """As the name of a file, or of a revision, which is part of one in the cache."""
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(path.split("/"))

@@ -96,7 +96,9 @@ def _process(request: Request, errors: IO[bytes]) -> Iterator[IO[bytes]]:
     process = subprocess.Popen(
         # -P: no file of the folder that somebody happens to be in is taken for a module
         [sys.executable, "-P", "-m", _PROGRAM, msgspec.json.encode(request).decode()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+        # the library would take an empty HF_HOME or HF_ENDPOINT for one
+        env={name: value for name, value in os.environ.items() if value}
+        | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=None if sys.stderr.isatty() else errors,  # where the library shows its bars

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import Sequence
@@ -172,8 +173,22 @@ def test_any_text_may_be_encoded_also_one_that_fits_nowhere():
     run(main)
 
 
-@pytest.mark.parametrize(("num_messages", "on_the_loop"), [(2, True), (300, False)])
-def test_only_a_long_conversation_is_rendered_off_the_loop(num_messages, on_the_loop):
+HI = {"role": "user", "content": "hi"}
+PARTS = [{"type": "text", "text": "the fox " * 300}] * 4
+CALL = {"function": {"name": "f", "arguments": json.dumps({"a": "the fox " * 1200})}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "on_the_loop"),
+    [
+        ([HI] * 2, True),
+        ([HI] * 300, False),
+        ([HI | {"content": PARTS}], False),
+        ([HI | {"content": PARTS[:1]}], True),
+        ([{"role": "assistant", "tool_calls": [CALL]}], False),
+    ],
+)
+def test_only_a_long_conversation_is_rendered_off_the_loop(messages, on_the_loop):
     threads = []
 
     class NotingTokenizer:
@@ -187,7 +202,6 @@ def test_only_a_long_conversation_is_rendered_off_the_loop(num_messages, on_the_
     async def main() -> None:
         runner = make_runner(max_model_len=10_000)
         async with make_engine(runner, tokenizer=NotingTokenizer()) as engine:
-            messages = [{"role": "user", "content": "hi"}] * num_messages
             token_ids = await engine.encode_chat(messages)
             text = TOKENIZER.apply_chat_template(messages)
             assert token_ids == TOKENIZER.encode(text, add_special_tokens=False)

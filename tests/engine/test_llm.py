@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from engine.support import (
@@ -32,7 +34,7 @@ from engine.support import (
     until,
 )
 from fakes import FakeRunner, fake_logprobs
-from tiny import save_tiny_checkpoint
+from tiny import save_tiny_checkpoint, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamkv import LLM, SamplingParams
@@ -44,6 +46,7 @@ from streamkv.errors import (
     ModelLoadError,
 )
 from streamkv.protocol import unpack_ints
+from streamkv.server.messages import Messages
 
 PROMPTS = ["the quick brown fox", "user", "what is the answer to this question", "the the the"]
 
@@ -88,7 +91,9 @@ def test_a_model_on_disk_answers_as_transformers_does(tmp_path):
     with LLM(str(tmp_path), **options, **empty, **vllm_only) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == expected
-        assert llm.get_tokenizer().encode("the fox") == TOKENIZER.encode("the fox")
+        assert llm.get_tokenizer().encode("the fox") == llm.tokenizer.encode("the fox")
+        assert llm.get_tokenizer() is llm.get_tokenizer()
+        assert (llm.get_tokenizer().eos_token_id, llm.get_tokenizer().model_max_length) == (2, 256)
         (sampled,) = llm.generate(PROMPTS[0], SamplingParams(seed=1), use_tqdm=False)
     with LLM(str(tmp_path), **options, seed=5) as llm:  # a seed of its own is not the LLM's
         (again,) = llm.generate(PROMPTS[0], SamplingParams(seed=1), use_tqdm=False)
@@ -107,6 +112,12 @@ def test_a_model_on_disk_answers_as_transformers_does(tmp_path):
         ({"prompt_token_ids": [5], "prompt": None}, [(None, [5])]),
         (["user", {"prompt": "x", "prompt_token_ids": [5]}], [("user", None), ("x", [5])]),
         ([], []),
+        (np.array([5, 6, 7]), [(None, [5, 6, 7])]),
+        (np.array([[5, 6], [7, 8]]), [(None, [5, 6]), (None, [7, 8])]),
+        ([np.int64(5), np.int32(6)], [(None, [5, 6])]),
+        ([torch.tensor([5, 6]), [np.int64(7)]], [(None, [5, 6]), (None, [7])]),
+        ({"prompt_token_ids": np.array([5])}, [(None, [5])]),
+        (np.array(["the fox", "user"]), [("the fox", None), ("user", None)]),
     ],
 )  # fmt: skip
 def test_prompts_come_in_many_forms_and_keep_their_order(prompts, expected):
@@ -214,6 +225,7 @@ def test_without_a_seed_no_start_is_like_another():
         (["a", ""], InvalidRequestError, r"^prompts\[1\]: expected at least one token"),
         (["a", None], InvalidRequestError, r"^prompts\[1\]: expected text or token ids, got None"),
         (["a", [1, "2"]], InvalidRequestError, r"^prompts\[1\]: .*'2' in it"),
+        (["a", np.array([0.5])], InvalidRequestError, r"^prompts\[1\]: .*0.5 in it"),
         (["a", [1, 9999]], InvalidRequestError, r"^prompts\[1\]: expected token ids .* got 9999"),
         (["a", "\ud800"], InvalidRequestError, r"^prompts\[1\]: .* lone surrogate"),
         (["a", [1] * 128], ContextLengthError, r"^prompts\[1\]: expected at most 127 tokens"),
@@ -243,6 +255,7 @@ def test_a_bad_prompt_is_named_before_anything_runs(prompts, error, match):
         ({"priority": [1]}, "priority: expected one for each of the 2 prompts, got 1"),
         ({"priority": "high"}, "priority: expected int"),
         ({"lora_request": "mine"}, "lora_request: expected None"),
+        ({"prompt_token_ids": [[5]]}, "prompt_token_ids: expected no prompts beside it"),
         ({"sampling_params": greedy(min_tokens=500)}, r"^prompts\[0\]: min_tokens: .* got 500"),
         ({"sampling_params": greedy(stop_token_ids=[999])}, r"^prompts\[0\]: stop_token_ids: "),
     ],
@@ -256,6 +269,24 @@ def test_what_goes_with_the_prompts_is_checked_too(options, match):
             llm.chat(CHAT, unheard_of=None)
         assert runner.num_steps == 0
         assert len(llm.generate(["a", "b"], use_tqdm=False, lora_request=None)) == 2
+
+
+def test_scripts_of_vllm_are_understood_or_told_what_to_do():
+    runner = make_runner()
+    with make_llm(runner, max_num_seqs=np.int64(1)) as llm:
+        (output,) = llm.generate(None, greedy(max_tokens=3), prompt_token_ids=[[5]], use_tqdm=False)
+        assert output.outputs[0].token_ids == oracle(runner, [5], 3)
+        assert output.lora_request is output.outputs[0].lora_request is None
+        priority = np.array([2, 1])
+        first, second = llm.generate([[1], [2]], greedy(max_tokens=2), False, priority=priority)
+        assert first.metrics.finished_time > second.metrics.finished_time
+        (output,) = llm.chat(CHAT, greedy(max_tokens=2), False, None, STRIPPING, "auto")
+        assert output.prompt == "[user] what is the answer\n"
+        with pytest.raises(AttributeError, match="no beam_search, .*: answers are sampled"):
+            llm.beam_search(["a"], None)
+        with pytest.raises(AttributeError, match="LLM has no attribute 'unheard_of'"):
+            _ = llm.unheard_of
+        assert not hasattr(llm, "reset_prefix_cache")
 
 
 def test_parameters_may_be_changed_before_a_call_and_are_checked_by_it():
@@ -325,6 +356,27 @@ def test_the_last_message_is_continued_as_by_transformers(template, tmp_path):
         parts = [*CHAT, {"role": "assistant", "content": [{"type": "text", "text": "it is the "}]}]
         (output,) = llm.chat(parts, use_tqdm=False, chat_template=template, **options)
         assert output.prompt == expected
+
+
+def test_a_conversation_makes_the_prompt_that_the_server_makes_of_it():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "7"},
+    ]
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = tiny_tokenizer(**{"tokenizer.chat_template": template})
+    with make_llm(make_runner(), tokenizer=tokenizer) as llm:
+        (output,) = llm.chat(chat, use_tqdm=False)
+        assert output.prompt == '<system>be brief<user>a\nb<assistant>{"a": 1}<tool>7'
+        body = msgspec.json.Decoder(Messages).decode(msgspec.json.encode(chat))
+        served = llm._background.call(llm._background.engine.encode_chat(body)).result(20)
+        assert served == output.prompt_token_ids
 
 
 def test_another_template_gets_the_tools_and_variables():
@@ -585,6 +637,22 @@ def later():
     llm.close()
 threading.Thread(target=later).start()
 """) == "3\nclosed\n"  # fmt: skip
+
+
+def test_a_fork_is_told_that_the_llm_is_in_another_process():
+    assert run_program(FORGETFUL + """
+import os
+from streamkv.errors import EngineDeadError
+if child := os.fork():
+    os.waitpid(child, 0)
+    use()
+else:
+    try:
+        use()
+    except EngineDeadError as error:
+        print(error, flush=True)
+    llm.close()
+""") == "the LLM was loaded in another process: load it after the fork\n3\nclosed\n"  # fmt: skip
 
 
 def test_llms_that_come_and_go_leave_no_thread_and_no_memory(tmp_path):

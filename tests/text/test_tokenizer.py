@@ -346,3 +346,43 @@ def test_a_decoder_whose_bytes_are_not_known_is_an_error(tmp_path: Path) -> None
         backend.save(str(tmp_path / "tokenizer.json"))
         with pytest.raises(ModelLoadError, match="byte-level|ByteLevel"):
             Tokenizer.from_folder(tmp_path)
+
+
+# --- as transformers has it --------------------------------------------------------------------
+
+
+def test_a_folders_tokenizer_is_given_as_transformers_has_it(tiny_folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(tiny_folder)
+    given = Tokenizer.from_folder(tiny_folder).to_transformers(256)
+    assert given.model_max_length == 256
+    assert len(given) == len(theirs) == 339
+    assert given.special_tokens_map == theirs.special_tokens_map
+    assert given.convert_tokens_to_ids("<|im_end|>") == given.eos_token_id == 2
+    chat = [{"role": "user", "content": "hi"}]
+    assert given.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+    for text in TEXTS:
+        assert given(text)["input_ids"] == theirs(text)["input_ids"]
+    assert given.decode(5) == theirs.decode(5)
+
+
+def test_what_is_done_to_it_leaves_ours_as_it_is() -> None:
+    ours = tiny_tokenizer()
+    given = ours.to_transformers(256)
+    assert (given.bos_token_id, given.eos_token_id, given.pad_token_id) == (1, 2, 0)
+    padded = given(["a", "the quick brown fox"], padding=True, truncation=True, max_length=2)
+    assert [len(ids) for ids in padded["input_ids"]] == [2, 2]
+    given.add_tokens(["brown fox"])
+    for text in TEXTS:
+        assert ours.encode(text) == tiny_tokenizer().encode(text)
+
+
+def test_a_special_token_that_the_model_has_not_is_left_out(tmp_path: Path) -> None:
+    sentencepiece_backend("llama").save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "</s>", "pad_token": "<not there>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    ours = Tokenizer.from_folder(tmp_path)
+    given = ours.to_transformers(256)
+    assert len(given) == ours.vocab_size
+    assert given.pad_token is None and given.chat_template is None
+    for text in TEXTS:
+        assert given(text)["input_ids"] == ours.encode(text)
