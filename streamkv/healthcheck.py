@@ -1,7 +1,7 @@
 """Whether a container's server is well: `python -m streamkv.healthcheck`, for HEALTHCHECK.
 
-Owns nothing: it asks the server that is process 1, where that one's flags, variables and file say
-that it listens. The exit code is 0 if GET /health answers 200.
+Owns nothing: it asks the first process that is a server, where that one's flags, variables and file
+say that it listens. The exit code is 0 if GET /health answers 200, else 1.
 """
 
 from __future__ import annotations
@@ -16,28 +16,43 @@ from .cli import Call, build_parser
 from .errors import ConfigError
 from .flags import with_dashes
 
-SERVER_COMMAND_LINE = Path("/proc/1/cmdline")
+PROCESSES = Path("/proc")
 TIMEOUT_S = 4.0
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def main() -> int:
     """Ask, and say what is wrong on stderr. Returns the exit code."""
-    words = SERVER_COMMAND_LINE.read_bytes().decode(errors="replace").split("\0")[:-1]
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
     try:
-        url = health_url(words)
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S):
+        with direct.open(health_url(server_flags()), timeout=TIMEOUT_S):
             return 0
     except (ConfigError, OSError, http.client.HTTPException) as error:  # any other status too
         print(f"healthcheck: {error}", file=sys.stderr)
-        return 1
+    except SystemExit:  # the parser's, which has said what is wrong
+        pass
+    return 1
 
 
-def health_url(command_line: Sequence[str]) -> str:
-    """Of `… streamkv serve FLAGS`; a command line without `serve` has no flags. ConfigError."""
-    start = command_line.index("serve") if "serve" in command_line else len(command_line)
-    given = ["serve", *with_dashes(command_line[start + 1 :])]
-    config = Call.of(vars(build_parser().parse_args(given))).server_config()
+def server_flags() -> Sequence[str]:
+    """Of the server that was started first; none without one."""
+    for folder in sorted(PROCESSES.glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        try:
+            command_line = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+        words = command_line.split("\0")[:-1]
+        for place, word in enumerate(words):
+            is_command = word == "serve" and Path(words[place - 1]).name == "streamkv"
+            if is_command or word == "streamkv.entrypoints.openai.api_server":
+                return words[place + 1 :]
+    return []
+
+
+def health_url(flags: Sequence[str]) -> str:
+    """Where a server with these flags listens. ConfigError, SystemExit."""
+    parsed = build_parser().parse_args(["serve", *with_dashes(flags)])
+    config = Call.of(vars(parsed)).server_config()
     host = ANY_ADDRESS.get(config.bind_host, config.bind_host)
     return f"http://{f'[{host}]' if ':' in host else host}:{config.port}/health"
 

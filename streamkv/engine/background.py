@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ..errors import EngineDeadError
+from ..errors import EngineDeadError, StreamkvError
 from .async_engine import AsyncEngine
 from .device_thread import program_has_threads
 
@@ -45,6 +45,9 @@ class BackgroundEngine:
         try:
             self._thread.start()
             self.engine = self._ready.result()
+        except StreamkvError as error:  # it says all: where the thread was is no matter
+            self.close()
+            raise error.with_traceback(None) from None
         except BaseException:  # Ctrl-C too
             self.close()
             raise

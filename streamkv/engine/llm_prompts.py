@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from ..errors import InvalidRequestError
 from ..plain import plain
@@ -27,6 +27,21 @@ from .admission import (
 _FORMS = "expected text, token ids, or a dict with prompt or prompt_token_ids"
 # A space at its end: where a template strips the message, that is missing, and tells of it.
 _MARK = "<<the message goes on here>> "
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]  # shown in the output
+    cache_salt: NotRequired[str]
 
 
 class Prompt(NamedTuple):

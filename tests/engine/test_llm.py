@@ -716,3 +716,32 @@ def test_the_bar_counts_prompts_and_says_tokens_per_second(capsys, monkeypatch):
     (bar,) = bars
     assert (bar.total, bar.num, bar.closed) == (2, 2, True)
     assert bar.postfix.startswith("est. speed input: ")
+
+
+def test_scripts_find_names_where_vllm_has_them():
+    from streamkv import TextPrompt, TokensPrompt, inputs, outputs, sampling_params
+    from streamkv.entrypoints.llm import LLM as EntryLLM
+    from streamkv.outputs import RequestOutput
+
+    assert EntryLLM is LLM and sampling_params.SamplingParams is SamplingParams
+    assert inputs.TextPrompt is TextPrompt and inputs.TokensPrompt is TokensPrompt
+    with make_llm(make_runner()) as llm:
+        prompts = [TextPrompt(prompt="user"), TokensPrompt(prompt_token_ids=[5, 6])]
+        found = llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert all(isinstance(output, RequestOutput) for output in found)
+    assert [output.prompt for output in found] == ["user", None]
+    assert outputs.CompletionOutput is type(found[0].outputs[0])
+
+
+def test_names_that_are_not_here_are_refused_with_what_to_do():
+    with pytest.raises(ImportError, match="EngineArgs, which vLLM has: LLM and AsyncEngine take"):
+        from streamkv import EngineArgs  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from streamkv import Nothing  # noqa: F401
+
+
+def test_what_kept_a_model_from_loading_is_told_without_the_threads_calls(tmp_path):
+    with pytest.raises(ModelLoadError, match="does not exist") as error:
+        LLM(str(tmp_path / "nowhere"))
+    calls = [entry.name for entry in error.traceback]
+    assert calls[1:] == ["__init__", "_load", "__init__"] and error.value.__cause__ is None

@@ -124,9 +124,7 @@ class Numbers(NamedTuple):
     def logits(self, kv_dtype: str, given: Array | None = None) -> Array:
         """float64 [tokens, vocabulary]. Attention reads keys and values rounded to `kv_dtype`; if
         some are `given`, those instead, which have to be nearly always the same."""
-        model = build_model(
-            read_config(json.loads((self.folder / "config.json").read_text()))
-        )
+        model = build_model(read_config(json.loads((self.folder / "config.json").read_text())))
         config = model.config
         cache = numpy_cpu.KvCache(
             NUM_BLOCKS,

@@ -1,0 +1,5 @@
+"""`SamplingParams`, where scripts for vLLM import it from."""
+
+from .protocol import SamplingParams
+
+__all__ = ["SamplingParams"]
