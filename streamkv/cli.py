@@ -1,8 +1,7 @@
-"""The `streamkv` command line: parses it, calls the command, says its errors.
+"""The `streamkv` command line: parses it and calls the command.
 
 What a command does stands in its own file and is imported when it is called, so that `--help`
-answers at once. Errors meant for people are one line on stderr and exit code 1; wrong usage is
-exit code 2.
+answers at once.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from .bench.options import (
     StartupConfig,
 )
 from .commands.options import PULL_FLAGS, ChatConfig, GenerateConfig
-from .commands.terminal import pipe_closed
+from .commands.process import run_process, say
 from .config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from .config_file import ConfigFile, read_config_file
-from .errors import ConfigError, StreamkvError, one_line
+from .errors import ConfigError
 from .eval.options import ENGINE_FLAGS, EvalConfig
-from .fields import fields_of
-from .flags import Operand, add_flags, add_hidden_flags, build_config, with_dashes
+from .flags import add_flags, add_hidden_flags, build_config, with_bare_switches, with_dashes
+from .variables import check_variables, unknown_variables
 from .vllm_options import OPTIONS as VLLM_OPTIONS
 from .vllm_options import SHORT as VLLM_SHORT
 from .vllm_options import check as check_vllm_options
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
-MODEL = Operand("trailing_model", known=("positional_model", "model"))
+MODEL = "trailing_model"  # where the model is stored that stood after a flag's several values
 LAST_LINE = "Its last line is a JSON document."
 # Flags of `eval` that are lists, and fields of EngineConfig that aren't.
 EVAL_LISTS = ("dtype", "quantization", "kv_cache_dtype")
@@ -71,19 +70,20 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, parsed: dict[str, Any]) -> Call:
         """ConfigError."""
-        check_vllm_options({name: parsed.pop(name) for name in VLLM_OPTIONS if name in parsed})
-        positional, trailing = parsed.pop("positional_model", None), parsed.pop(MODEL.dest, None)
-        if positional is not None and trailing is not None:
-            raise ConfigError(f"expected one model, got {positional!r} and {trailing!r}")
-        model = trailing if positional is None else positional
-        if model is not None and parsed.setdefault("model", model) != model:
-            raise ConfigError(f"expected one model, got {model!r} and --model {parsed['model']!r}")
-        takes_file = "config" in parsed
-        path = parsed.pop("config", "") or os.environ.get("STREAMKV_CONFIG")
-        if not takes_file or not path:
+        _settle_model(parsed)
+        of_vllm = {name: parsed.pop(name) for name in VLLM_OPTIONS if name in parsed}
+        check_vllm_options(of_vllm)
+        if "config" not in parsed:  # neither a file nor variables matter to this command
             return cls(parsed, None)
-        fields = (*fields_of(EngineConfig), *fields_of(ServerConfig))
-        return cls(parsed, read_config_file(path, fields, VLLM_OPTIONS, check_vllm_options))
+        check_variables(os.environ, given=of_vllm)
+        path = parsed.pop("config")
+        if path == "":
+            raise ConfigError("--config: expected a TOML file, got an empty name; leave it out")
+        path = path or os.environ.get("STREAMKV_CONFIG")
+        if not path:
+            return cls(parsed, None)
+        config_types = (EngineConfig, ServerConfig)
+        return cls(parsed, read_config_file(path, config_types, VLLM_OPTIONS, check_vllm_options))
 
     def engine_config(self, *, without: Container[str] = ()) -> EngineConfig:
         given = {name: value for name, value in self.parsed.items() if name not in without}
@@ -114,35 +114,36 @@ class Command(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = build_parser()
     given = sys.argv[1:] if arguments is None else arguments
-    parsed = vars(parser.parse_args(with_dashes(given)))
+    return run_process(lambda: _run(given))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = build_parser()
+    parsed = vars(parser.parse_args(with_dashes(arguments)))
     run: Callable[[Call], int] | None = parsed.pop("run", None)
     if run is None:
         parser.print_help()
         return 2
-    try:
-        exit_code = run(Call.of(parsed))
-        sys.stdout.flush()  # not later, where nobody would catch a closed pipe
-        return exit_code
-    except BrokenPipeError:
-        return pipe_closed()
-    except ConfigError as error:
-        return _fail(error, exit_code=2)
-    except StreamkvError as error:
-        return _fail(error, exit_code=1)
-    except MemoryError:
-        return _fail(
-            StreamkvError("out of memory: free some, or use a smaller model or smaller limits"),
-            exit_code=1,
-        )
-    except KeyboardInterrupt:
-        return 130
+    reads_variables = "config" in parsed
+    call = Call.of(parsed)
+    if reads_variables and (unknown := unknown_variables(os.environ)):
+        say(f"ignoring variables that nothing here reads: {', '.join(unknown)}")
+    return run(call)
 
 
-def _fail(error: StreamkvError, *, exit_code: int) -> int:
-    print(f"streamkv: {one_line(error, 1000)}", file=sys.stderr)
-    return exit_code
+def _settle_model(parsed: dict[str, Any]) -> None:
+    """Keep the one model that was named, in whatever way. ConfigError."""
+    model, trailing = parsed.pop("positional_model", None), parsed.pop(MODEL, None)
+    if trailing is not None and trailing.flag and (model is not None or "model" in parsed):
+        parsed[trailing.flag].append(trailing.word)  # so it was one of several
+        trailing = None
+    if trailing is not None:
+        if model is not None:
+            raise ConfigError(f"expected one model, got {model!r} and {trailing.word!r}")
+        model = trailing.word
+    if model is not None and parsed.setdefault("model", model) != model:
+        raise ConfigError(f"expected one model, got {model!r} and --model {parsed['model']!r}")
 
 
 # --- the parser ------------------------------------------------------------------------------
@@ -155,11 +156,13 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
         self._command = command
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+    def parse_known_args(self, arguments: Any, *args: Any) -> Any:  # type: ignore[override]
         if self._command is not None:
             _fill(self, self._command)
+            takes_model = self._command.operand == "model"  # and no text that may be "yes"
             self._command = None
-        parsed, unknown = super().parse_known_args(*args, **kwargs)
+            arguments = with_bare_switches(arguments, self._actions, alone_too=takes_model)
+        parsed, unknown = super().parse_known_args(arguments, *args)
         if unknown:
             from difflib import get_close_matches
 
@@ -215,7 +218,7 @@ def _fill(parser: argparse.ArgumentParser, command: Command) -> None:
     operand = MODEL if command.operand == "model" else None
     if command.engine_fields != ():
         text = "TOML file with options of serve"
-        parser.add_argument("--config", metavar="FILE", default="", help=text)
+        parser.add_argument("--config", metavar="FILE", default=None, help=text)
         add_flags(parser, EngineConfig, operand=operand, only=command.engine_fields)
     if command.options is not None:
         add_flags(parser, command.options, operand=operand)

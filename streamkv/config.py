@@ -170,6 +170,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if "" in self.served_model_name:
+            raise ConfigError(
+                "served_model_name (--served-model-name): expected a name, got an empty one; "
+                "leave it out to serve the model under its own"
+            )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 raise ConfigError(
@@ -185,7 +190,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def model_ids(self) -> tuple[str, ...]:
         """All names that clients use."""
-        return self.served_model_name or (self.model,)
+        return tuple(dict.fromkeys(self.served_model_name)) or (self.model,)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,13 +201,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[str, ...], Meta(description="key that clients must send; repeat for several")
     ] = ()
-    cors_origin: Annotated[
-        tuple[str, ...],
-        Meta(description="web origin that may call the HTTP API; repeat for several; * for all"),
-    ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
-        Meta(description="foreign web origin that may open WebSockets; repeat for several"),
+        Meta(
+            description="web origin (https://app.example) whose pages may use the API, over HTTP "
+            "and WebSockets; repeat for several; * for all"
+        ),
     ] = ()
     max_body_bytes: Annotated[
         int, Meta(ge=1024, description="largest request body or WebSocket message")

@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from .errors import ConfigError
-from .fields import Field
+from .fields import Field, fields_of
+
+MAX_BYTES = 1 << 20  # whatever has more is no list of options, and may never end
 
 Check = Callable[[Mapping[str, Any]], None]
 
@@ -24,29 +28,34 @@ class ConfigFile(NamedTuple):
 
 
 def read_config_file(
-    path: str, fields: Iterable[Field], others: Iterable[str] = (), check: Check | None = None
+    path: str,
+    config_types: Iterable[type[msgspec.Struct]],
+    others: Iterable[str] = (),
+    check: Check | None = None,
 ) -> ConfigFile:
-    """The file's values of these fields. Values of `others`, names without a field, are only
-    checked, by `check`. ConfigError."""
-    known = {field.name: field for field in fields}
+    """The file's values of these Structs' fields. Values of `others`, names without a field, are
+    only checked, by `check`. ConfigError."""
+    known = {field.name: field for one in config_types for field in fields_of(one)}
     names = {*known, *others}
     values: dict[str, Any] = {}
     unused: dict[str, Any] = {}
     for key, value in _read(path).items():
         name = key.replace("-", "_")
         if name not in names:
-            raise ConfigError(f"{path}: {_unknown(key, known)}")
+            raise ConfigError(f"{path}: {_unknown(key, value, known)}")
         if name in values or name in unused:
             raise ConfigError(f"{path}: {key} is set twice, with - and with _; keep one of them")
         if name in known:
             values[name] = known[name].parse(value, f"{path}: {key}")
         else:
             unused[name] = value
-    if check is not None:
-        try:
+    try:
+        if check is not None:
             check(unused)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error.message}") from None
+        for one in config_types:  # what a Struct says of its values together
+            one(**{name: values[name] for name in one.__struct_fields__ if name in values})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
     return ConfigFile(path, values)
 
 
@@ -55,20 +64,25 @@ def _read(path: str) -> dict[str, Any]:
 
     try:
         with Path(path).expanduser().open("rb") as file:
-            return tomllib.load(file)
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path}: expected a TOML file of at most 1 MiB, got more")
+        return tomllib.loads(content.decode("utf-8-sig"))  # without the mark of some editors
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}; expected a TOML file") from None
     except RuntimeError as error:  # ~nobody
         raise ConfigError(f"--config {path}: {error}; expected a TOML file") from None
-    except ValueError as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
         raise ConfigError(f"{path}: expected TOML, lines like max-num-seqs = 8: {reason}") from None
 
 
-def _unknown(key: str, known: Mapping[str, Field]) -> str:
+def _unknown(key: str, value: Any, known: Mapping[str, Field]) -> str:
     from difflib import get_close_matches
 
+    if isinstance(value, dict):
+        return f"expected keys in no section, got [{key}]: take that line away"
     keys = [field.key for field in known.values()]
     near = get_close_matches(key.replace("_", "-"), keys, n=1)
     hint = f"did you mean {near[0]}?" if near else "docs/flags.md lists them"
-    return f"expected names of serve's flags without --, in no section, got {key}: {hint}"
+    return f"expected names of serve's flags without --, got {key}: {hint}"

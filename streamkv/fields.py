@@ -7,6 +7,7 @@ the field's type and lies in its range.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -43,7 +44,7 @@ class Field(NamedTuple):
 
     @property
     def variable(self) -> str:
-        return "STREAMKV_" + self.name.upper()
+        return variable_of(self.name)
 
     @property
     def key(self) -> str:
@@ -85,10 +86,10 @@ class Field(NamedTuple):
     def parse(self, value: Any, source: str, *, text: bool = False) -> Any:
         """The value that was meant, of the field's type. Where all values are `text`, "8" is a
         number. ConfigError names the source."""
-        value = plain(value)
+        given = value = plain(value)
         if self.repeats:
-            given = value if isinstance(value, list | tuple) else [value]
-            values = [one for word in given for one in _listed(word, text=text)]
+            listed = value if isinstance(value, list | tuple) else [value]
+            values = [one for word in listed for one in _listed(word, text=text)]
             return tuple(self.item.parse(one, source, text=text) for one in values)
         if isinstance(value, str | int) and not isinstance(value, bool):
             value = self.same.get(str(value), value)
@@ -100,7 +101,7 @@ class Field(NamedTuple):
             return msgspec.convert(value, self.hint, strict=not text)
         except msgspec.ValidationError as error:
             expected = self._expected(error)
-            raise ConfigError(f"{source}: expected {expected}, got {value!r}") from None
+            raise ConfigError(f"{source}: expected {expected}, got {given!r}") from None
 
     def _read(self, value: str, *, text: bool) -> Any:
         """A value of the field's type, if that is what the words say."""
@@ -112,6 +113,9 @@ class Field(NamedTuple):
             base = 1000 if unit.islower() else 1024
             if fraction is None or unit.islower():
                 return round(float(f"{whole}.{fraction or 0}") * base ** _POWERS[unit.lower()])
+        if self.type in (int, float) and text:  # ".9" and "+3" too
+            with contextlib.suppress(ValueError):
+                return self.type(value)
         return value
 
     def _expected(self, error: msgspec.ValidationError) -> str:
@@ -121,6 +125,11 @@ class Field(NamedTuple):
         kind = kinds.get(self.type, "text")
         _, _, bound = str(error).partition("` ")  # "Expected `int` >= 1", or of a wrong type
         return f"{kind} {bound}" if bound[:1] in ("<", ">") else kind
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of an option."""
+    return "STREAMKV_" + name.upper()
 
 
 @functools.cache

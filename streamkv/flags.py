@@ -8,7 +8,8 @@ the file, the file beats the default.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -19,20 +20,20 @@ from .fields import Field, fields_of, truth_of
 Config = TypeVar("Config", bound=msgspec.Struct)
 
 
-class Operand(NamedTuple):
-    """The command's own word (MODEL), which may stand after a flag that takes several values."""
+class Trailing(NamedTuple):
+    """A command's own word (MODEL) that stood after a flag that takes several values."""
 
-    dest: str  # where it is stored if it stood there
-    known: tuple[str, ...]  # stored if it was given otherwise
+    word: str
+    flag: str  # of any words, so that it may be one of them: where those are stored; or ""
 
 
 class TakeSeveral(argparse.Action):
     """`--flag 1 8 32`, and again: `--flag 64`. A last word that isn't a value is the operand, and
-    so is one that may be a value as long as the operand isn't known."""
+    so is one that may be a value, until the operand turns out to stand elsewhere."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         self._field: Field | None = kwargs.pop("field")  # None: of any words
-        self._operand: Operand | None = kwargs.pop("operand")
+        self._operand: str | None = kwargs.pop("operand")
         super().__init__(option_strings, dest, nargs="+", **kwargs)
 
     def __call__(
@@ -43,40 +44,17 @@ class TakeSeveral(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         words = list(values or ())
-        if self._operand is not None and len(words) > 1 and self._is_operand(words[-1], namespace):
-            setattr(namespace, self._operand.dest, words.pop())
+        if self._operand is not None and len(words) > 1 and not hasattr(namespace, self._operand):
+            one = self._field.item if self._field is not None else None
+            takes_any = one is None or not (one.choices or is_number(one))
+            if one is None or takes_any or not _may_be(one, words[-1]):
+                trailing = Trailing(words.pop(), self.dest if takes_any else "")
+                setattr(namespace, self._operand, trailing)
         setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *words])
 
-    def _is_operand(self, word: str, namespace: argparse.Namespace) -> bool:
-        assert self._operand is not None
-        if hasattr(namespace, self._operand.dest):
-            return False
-        if self._field is not None and self._field.item.choices:
-            return word not in self._field.item.choices
-        if self._field is not None and is_number(self._field.item):
-            return not _reads_as_number(word)
-        return not any(hasattr(namespace, name) for name in self._operand.known)
 
-
-class TakeTruth(argparse.Action):
-    """`--flag`, `--no-flag`, `--flag False`. Another word is the operand."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        self._operand: Operand | None = kwargs.pop("operand")
-        super().__init__(option_strings, dest, nargs="?", **kwargs)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        truth = truth_of(str(values)) if values is not None else True
-        if truth is None and self._operand is not None:
-            setattr(namespace, self._operand.dest, values)
-        is_no = str(option_string).startswith("--no-")
-        setattr(namespace, self.dest, (truth is not False) != is_no)
+def _may_be(field: Field, word: str) -> bool:
+    return word in field.choices or (is_number(field) and _reads_as_number(word))
 
 
 def is_number(field: Field) -> bool:
@@ -95,11 +73,12 @@ def add_flags(
     parser: argparse.ArgumentParser,
     config_type: type[msgspec.Struct],
     *,
-    operand: Operand | None = None,
+    operand: str | None = None,
     only: Container[str] | None = None,
 ) -> None:
     """Add the options of the Struct, those of the fields in `only` or all; unset ones stay absent
-    from the parsed namespace. Values are checked when the Struct is built."""
+    from the parsed namespace. Values are checked when the Struct is built. What stands after
+    several values and is none of them is stored as `operand`."""
     group = parser.add_argument_group(_group_title(config_type))
     for field in fields_of(config_type):
         if only is not None and field.name not in only:
@@ -121,7 +100,7 @@ def add_hidden_flags(
     parser: argparse.ArgumentParser,
     kinds: Mapping[str, Literal["switch", "value", "list"]],
     shorts: Mapping[str, str],
-    operand: Operand,
+    operand: str,
 ) -> None:
     """Add options that `--help` doesn't show, by name; what they are given is left as it is."""
     for name, kind in kinds.items():
@@ -133,11 +112,37 @@ def add_hidden_flags(
             "help": argparse.SUPPRESS,
         }
         if kind == "switch":
-            options |= {"action": TakeTruth, "operand": operand}
-            flags.append(f"--no-{words}")
+            options["action"] = argparse.BooleanOptionalAction
         elif kind == "list":
             options |= {"action": TakeSeveral, "field": None, "operand": operand}
         parser.add_argument(*flags, f"--{words}", **options)
+
+
+def with_bare_switches(
+    arguments: Sequence[str], actions: Iterable[argparse.Action], *, alone_too: bool
+) -> list[str]:
+    """--flag=true as --flag and --flag=false as --no-flag, for those of the actions that are on or
+    off; and --flag true, if such a word may stand alone."""
+    opposites = {
+        name: next(other for other in action.option_strings if _is_no(other) != _is_no(name))
+        for action in actions
+        if isinstance(action, argparse.BooleanOptionalAction)
+        for name in action.option_strings
+    }
+    bare: list[str] = []
+    for place, word in enumerate(arguments):
+        if word == "--":
+            return [*bare, *arguments[place:]]
+        flag, _, value = word.partition("=")
+        if alone_too and place and arguments[place - 1] in opposites and truth_of(word) is not None:
+            flag, value = bare.pop(), word
+        truth = truth_of(value) if flag in opposites else None
+        bare.append(word if truth is None else flag if truth else opposites[flag])
+    return bare
+
+
+def _is_no(flag: str) -> bool:
+    return flag.startswith("--no-")
 
 
 def with_dashes(arguments: Sequence[str]) -> list[str]:
@@ -192,7 +197,7 @@ def build_config(
         if field.name in given:
             values[field.name] = field.parse(given[field.name], field.flag, text=True)
         elif raw := environ.get(field.variable):
-            words = raw.split(",") if field.repeats and not raw.startswith("[") else raw
+            words = re.split(r" *, *", raw) if field.repeats and not raw.startswith("[") else raw
             values[field.name] = field.parse(words, field.variable, text=True)
         elif field.name in in_file:
             values[field.name] = in_file[field.name]

@@ -24,10 +24,11 @@ that take a model read the same variables and the same file.
 - The file is TOML, named by `--config FILE` or `STREAMKV_CONFIG`. Its keys are the flags' names
   without `--`, with `-` or `_`, in no section; flags that may be repeated are lists there. A key
   that isn't known and a value of a wrong type are errors.
+- A variable whose name begins with `STREAMKV_` and that nothing reads is named in a warning.
 - Flags may be written with `_` too (`--max_num_seqs`); those that are on or off have a `--no-`
-  form.
-- Flags that may be repeated also take several words, if the model was named before them; in a
-  variable, commas stand between the words.
+  form, and take `true` or `false`.
+- Flags that may be repeated also take several words; the last of these is the model, if that is
+  named nowhere else on the line. In a variable, commas stand between the words.
 - A whole number may end in `k`, `m` or `g` for thousands, millions and so on (`8k` is 8000), or in
   `K`, `M` or `G` for powers of 1024 (`8K` is 8192).
 - `python -m streamkv.entrypoints.openai.api_server` takes the same flags as `streamkv serve`.

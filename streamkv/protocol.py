@@ -70,8 +70,8 @@ class OtherSamplingParams(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not default and value not in (default, None, [], (), {}):
                 raise InvalidRequestError(
-                    f"{name}: expected {default!r}, since nothing else is done here, got "
-                    f"{value!r:.100}; leave it out",
+                    f"{name}: expected {default!r}, got {value!r:.100}; it is not supported here: "
+                    "leave it out",
                     param=name,
                 )
 

@@ -386,7 +386,7 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (
         "value",
         '["*"] *',
-        "--cors-origin says which web pages may call the API",
+        "--allowed-origins says which web pages may use the API",
         "allowed_methods allowed_headers",
     ),
     (

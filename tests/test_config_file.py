@@ -49,6 +49,10 @@ def test_keys_are_the_names_of_flags(serve):
     assert server_config == ServerConfig(port=9000, api_key=("secret",))
 
 
+def test_the_mark_that_some_editors_put_first_is_no_error(serve):
+    assert serve("\ufeffport = 9000")[1].port == 9000
+
+
 def test_a_flag_beats_a_variable_which_beats_the_file_which_beats_the_default(serve, monkeypatch):
     content = "block-size = 4\nmax-num-seqs = 4\nthreads = 4"
     monkeypatch.setenv("STREAMKV_BLOCK_SIZE", "5")
@@ -81,7 +85,10 @@ def test_a_variable_names_the_file_and_other_commands_read_their_part_of_it(monk
         (b"enforce-eager = 1", "x.toml: enforce-eager: expected true or false, got 1"),
         (b"api-key = [1]", "x.toml: api-key: expected text, got 1"),
         (b"max-num-seq = 8", "got max-num-seq: did you mean max-num-seqs?"),
-        (b"[serve]\nport = 1", "in no section, got serve"),
+        (b"[serve]\nport = 1", "x.toml: expected keys in no section, got [serve]"),
+        (b'api-key = ""', "x.toml: --api-key"),
+        (b"tensor-parallel-size = 2", "x.toml: tensor_parallel_size (--tensor-parallel-size)"),
+        (b"#" * (1 << 20) + b"\n", "x.toml: expected a TOML file of at most 1 MiB"),
         (b"max-num-seqs = 8\nmax_num_seqs = 9", "x.toml: max_num_seqs is set twice"),
         (b"enable-lora = true", "x.toml: enable_lora (--enable-lora): expected false"),
         (b"port: 9000", "x.toml: expected TOML, lines like max-num-seqs = 8"),

@@ -59,6 +59,8 @@ def test_repeated_flags_and_comma_separated_environment_make_lists():
     given = vars(parser.parse_args(["--api-key", "a", "--api-key", "b"]))
     assert build_config(ServerConfig, given, {}).api_key == ("a", "b")
     assert build_config(ServerConfig, {}, {"STREAMKV_API_KEY": "a,b"}).api_key == ("a", "b")
+    environ = {"STREAMKV_ALLOWED_ORIGINS": "http://a, http://b"}
+    assert build_config(ServerConfig, {}, environ).allowed_origins == ("http://a", "http://b")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +158,19 @@ def serve(monkeypatch):
         (["--served-model-name", "a", "b", "m"], {"model": "m", "model_ids": ("a", "b")}),
         (["--model", "m", "--served-model-name", "a", "b"], {"model_ids": ("a", "b")}),
         (["m"], {"model_id": "m", "model_ids": ("m",)}),
+        (
+            ["--served-model-name", "a", "b", "--model", "m"],
+            {"model": "m", "model_ids": ("a", "b")},
+        ),
+        (["--served-model-name", "a", "b", "--seed", "1", "m"], {"model_ids": ("a", "b")}),
+        (["m", "--served-model-name", "a", "b", "a"], {"model_ids": ("a", "b")}),
+        (["--enforce-eager", "True", "m"], {"model": "m", "enforce_eager": True}),
+        (["--enforce-eager=true", "m"], {"model": "m", "enforce_eager": True}),
+        (["--async_scheduling=False", "m"], {"model": "m", "async_scheduling": False}),
+        (["--no-async-scheduling", "false", "m"], {"model": "m", "async_scheduling": True}),
+        (["--enforce-eager", "m"], {"model": "m", "enforce_eager": True}),
+        (["--gpu-memory-utilization", ".5"], {"gpu_memory_utilization": 0.5}),
+        (["--max-num-seqs", "+3", "--block-size", " 4"], {"max_num_seqs": 3, "block_size": 4}),
     ],
 )
 def test_spellings_of_scripts_for_vllm(arguments, expected, serve):
@@ -176,12 +191,42 @@ def test_lists_of_the_server_come_as_words_or_json(serve):
         (["--dtype", "half"], "expected one of auto, bfloat16, float32, got 'half'"),
         (["-tp", "2"], "tensor_parallel_size (--tensor-parallel-size): expected 1, got 2"),
         (["--model", "a", "b"], "expected one model, got 'b' and --model 'a'"),
+        (["--served-model-name", ""], "(--served-model-name): expected a name, got an empty one"),
+        (["--config", ""], "--config: expected a TOML file, got an empty name"),
+        (["--gpu-memory-utilization", "nan"], "expected a number > 0.0, got 'nan'"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments, message, capsys):
     assert main(["serve", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_variable_that_nothing_reads_is_named(serve, monkeypatch, capsys):
+    monkeypatch.setenv("STREAMKV_MAX_NUM_SEQ", "3")
+    monkeypatch.setenv("STREAMKV_CACHE", "/nowhere")
+    monkeypatch.setenv("STREAMKV_DTYPE", "float32")
+    monkeypatch.setenv("STREAMKV_LOAD_FORMAT", "auto")
+    serve("m")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(": STREAMKV_MAX_NUM_SEQ (did you mean STREAMKV_MAX_NUM_SEQS?)")
+
+
+def test_a_variable_that_asks_for_what_can_not_be_had_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("STREAMKV_TOOL_CALL_PARSER", "hermes")
+    assert main(["serve", "m"]) == 2
+    assert "STREAMKV_TOOL_CALL_PARSER: " in capsys.readouterr().err
+
+
+def test_a_prompt_may_be_a_word_for_true(monkeypatch):
+    seen: list[tuple[bool, tuple[str, ...]]] = []
+    monkeypatch.setattr(
+        "streamkv.commands.generate.generate",
+        lambda config, options, prompts: seen.append((options.chat, prompts)) or 0,
+    )
+    assert main(["generate", "--chat", "yes"]) == 0
+    assert main(["generate", "--chat=false", "yes"]) == 0
+    assert seen == [(True, ("yes",)), (False, ("yes",))]
 
 
 @pytest.mark.parametrize("arguments", [["--max-num-seq", "4"], ["a", "b"], ["--port"]])

@@ -94,20 +94,21 @@ class Chat:
                 has_hint = True
                 self.terminal.notice("Ctrl-C again or Ctrl-D leaves; /help lists the commands.")
 
-    def answer(self, message: str) -> None:
-        """Stream the answer to a message, and keep both."""
+    def answer(self, message: str) -> bool:
+        """Stream the answer to a message, and keep both. Whether there was one."""
         try:
             answer = self._runner.run(self._stream(message))
         except (InvalidRequestError, GenerationError) as error:
             if not self.terminal.interactive:
                 raise
             self.terminal.notice(" ".join(str(error).split()))
-            return
+            return False
         self.terminal.end_line()
         if answer.text:
             self.conversation.add(message, answer.text)
         if answer.notice:
             self.terminal.notice(answer.notice)
+        return bool(answer.text)
 
     def _turn(self) -> bool:
         """Read a message and answer it; whether the conversation goes on."""
@@ -173,8 +174,13 @@ def _retry(chat: Chat, argument: str) -> bool:
     last = chat.conversation.take_last()
     if last is None:
         chat.terminal.notice("nothing was answered yet")
-    else:
-        chat.answer(last.message)
+        return True
+    is_answered = False
+    try:
+        is_answered = chat.answer(last.message)
+    finally:
+        if not is_answered:
+            chat.conversation.add(last.message, last.answer)
     return True
 
 

@@ -63,9 +63,10 @@ class Conversation:
                     del self._turns[:num_forgotten]
                     return Prompt(token_ids, num_forgotten)
             limit = context // 2
+        too_long = "message and system text" if self.system else "message"
         raise ContextLengthError(
-            f"message: expected at most {context - 1} tokens, which leaves one of the context of "
-            f"{context} for the answer, got {len(token_ids)}; shorten it"
+            f"{too_long}: expected at most {context - 1} tokens, which leaves one of the context "
+            f"of {context} for the answer, got {len(token_ids)}; shorten that"
         )
 
     def _messages(self, num_forgotten: int, message: str) -> list[dict[str, str]]:

@@ -36,8 +36,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     log_to_stderr(server_config.log_level)
     _warn_if_open(server_config)
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
-    with _listen(server_config) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine_config, server_config, listener))
+    with _listen(server_config) as listener:
+        # Before there is a loop, as it takes long: a Ctrl-C meanwhile would cancel what has begun.
+        from ..engine.async_engine import AsyncEngine
+        from ..server.serving import Server
+
+        engine = AsyncEngine(engine_config)
+        server = Server(engine, server_config)
+        logger.info("streamkv %s: %s", __version__, _url(server_config, listener))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(run_server(server, engine, listener))
 
 
 def _check_key_variable(config: ServerConfig) -> None:
@@ -74,18 +82,6 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     except ImportError:  # no uvloop on Windows
         return None
     return uvloop.Loop
-
-
-async def _serve(
-    engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
-) -> int:
-    from ..engine.async_engine import AsyncEngine
-    from ..server.serving import Server
-
-    engine = AsyncEngine(engine_config)
-    server = Server(engine, server_config)
-    logger.info("streamkv %s: %s", __version__, _url(server_config, listener))
-    return await run_server(server, engine, listener)
 
 
 async def run_server(server: Server, engine: AsyncEngine, listener: socket.socket) -> int:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from ..cache import cache_dir
+from .process import raising
 
 MANY_LINES = '"""'  # begins and ends a text of several lines
 MORE_PROMPT = "... "
 MAX_HISTORY = 1000  # lines kept from one conversation to the next
-PIPE_CLOSED = 141  # what a shell says of a program that SIGPIPE ended
 # C0 and C1 but tab and newline: they move the cursor, rename the window, paste into the shell.
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {0x09, 0x0A})
 
@@ -108,7 +109,8 @@ class Terminal:
         with contextlib.suppress(OSError):  # none yet; it is a convenience in any case
             readline.read_history_file(path)
         try:
-            yield
+            with raising(signal.SIGHUP):  # of a terminal that is closed
+                yield
         finally:
             with contextlib.suppress(OSError):
                 _make_private(path)
@@ -118,11 +120,3 @@ class Terminal:
 def _make_private(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
-
-
-def pipe_closed() -> int:
-    """Whoever read our output has left, as `head` does: say nothing more. Returns the exit code."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # what is buffered would be an error once more at exit
-    os.close(nowhere)
-    return PIPE_CLOSED

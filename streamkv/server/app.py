@@ -71,11 +71,11 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
 def _middleware(config: ServerConfig, open_paths: set[str]) -> list[Middleware]:
     """Outermost first. CORS answers preflights, which carry no key, and marks refusals too."""
     stack = [Middleware(PathGuard), Middleware(BrowserGuard, config=config)]
-    if config.cors_origin:
+    if config.allowed_origins:
         stack.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=config.cors_origin,
+                allow_origins=config.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
             )

@@ -12,9 +12,8 @@ pattern, `/tokenize` and a newline is `/tokenize`.
 
 A Host header that is no name or address is refused. A server on a loopback address answers only
 to loopback names, so that a web page can't reach it by rebinding its own name to 127.0.0.1. A page
-of another origin may neither open a WebSocket (unless in --allowed-origins) nor send anything but
-GET, HEAD and OPTIONS (unless in --cors-origin): the browser would send such requests even where it
-hides the answers.
+of another origin that isn't in --allowed-origins may neither open a WebSocket nor send anything but
+GET, HEAD and OPTIONS: the browser would send such requests even where it hides the answers.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class BrowserGuard:
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._loopback_only = is_loopback(config.bind_host)
-        self._http_origins = frozenset(config.cors_origin)
-        self._websocket_origins = frozenset(config.allowed_origins)
+        self._allowed_origins = frozenset(config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
@@ -112,15 +110,13 @@ class BrowserGuard:
             )
         if origin is None or is_same_origin(origin, host):
             return None
-        if scope["type"] == "websocket":
-            allowed, flag = self._websocket_origins, "--allowed-origins"
-        elif scope["method"] in _SAFE_METHODS:
+        if scope["type"] == "http" and scope["method"] in _SAFE_METHODS:
             return None
-        else:
-            allowed, flag = self._http_origins, "--cors-origin"
-        if origin in allowed or "*" in allowed:
+        if origin in self._allowed_origins or "*" in self._allowed_origins:
             return None
-        return ForbiddenError(f"Origin: {origin!r} is not this server; allow it with {flag}")
+        return ForbiddenError(
+            f"Origin: {origin!r} is not this server; allow it with --allowed-origins"
+        )
 
 
 def presented_key(scope: Scope) -> str | None:

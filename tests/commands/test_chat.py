@@ -11,9 +11,11 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 
+import pytest
 from fakes import FakeRunner
 from tiny import tiny_tokenizer
 
@@ -22,6 +24,7 @@ from streamkv.commands.chat import Chat
 from streamkv.commands.options import ChatConfig
 from streamkv.commands.terminal import Terminal
 from streamkv.engine.async_engine import AsyncEngine
+from streamkv.errors import GenerationError
 
 TOKENIZER = tiny_tokenizer()
 DEADLINE_S = 20.0
@@ -121,6 +124,23 @@ def test_retry_answers_the_last_message_again():
     assert shown != f"{answer}\n" * 2
 
 
+def test_a_retry_that_fails_leaves_the_conversation_as_it_was(monkeypatch):
+    reasons = iter([GenerationError("not finite"), KeyboardInterrupt(), GenerationError("again")])
+    answered = Chat._stream
+
+    async def stream(self, message):
+        if len(self.terminal.shown.getvalue()) > 0:
+            raise next(reasons)
+        return await answered(self, message)
+
+    monkeypatch.setattr(Chat, "_stream", stream)
+    terminal = ScriptedTerminal("one", "/retry", "/retry", "/retry")
+    ((message, answer),) = turns(talk(terminal))
+    assert message == "one"
+    assert terminal.shown.getvalue().startswith(f"{answer}\n")
+    assert "not finite" in terminal.said.getvalue() and "again" in terminal.said.getvalue()
+
+
 def test_a_message_that_is_a_path_is_a_message():
     terminal = ScriptedTerminal("/usr/bin: what is it?")
     assert len(turns(talk(terminal))) == 1
@@ -210,6 +230,10 @@ class Session:
             self.screen += os.read(self._master, 65536).decode(errors="replace")
         self._num_seen = found.end()
 
+    def echoes(self) -> bool:
+        """Whether the terminal shows what is typed, as shells want it."""
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
+
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
@@ -250,3 +274,21 @@ def test_in_a_terminal(checkpoint, tmp_path):
     history = tmp_path / "chat_history"
     assert history.read_text() == "the quick brown fox\n"
     assert history.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_the_terminal_as_it_was_and_keeps_what_was_typed(
+    number, checkpoint, tmp_path
+):
+    asked = ("chat", str(checkpoint), "--max-num-seqs", "1", "--max-tokens", "4")
+    session = Session(*asked, STREAMKV_CACHE=str(tmp_path))
+    session.see("> ")
+    session.type("/help\r")
+    session.see("this list.*> ")
+    assert not session.echoes()
+    session.process.send_signal(number)
+    session.see(r"\x1b\[\?2004l")  # no marks around what is pasted
+    assert session.process.wait(DEADLINE_S) == -number
+    assert session.echoes()
+    session.wait()
+    assert (tmp_path / "chat_history").read_text() == "/help\n"

@@ -84,6 +84,12 @@ def test_a_message_too_long_alone_is_refused_and_nothing_is_forgotten(message):
     assert prompt(conversation, "and now?")[0] == text
 
 
+def test_a_system_text_too_long_is_named():
+    conversation = Conversation("z" * 250)
+    with pytest.raises(ContextLengthError, match="message and system text: expected at most 255"):
+        prompt(conversation, "hi")
+
+
 def test_what_the_template_refuses_is_the_messages_error(monkeypatch):
     source = "{{ raise_exception('no system message') if messages[0].role == 'system' }}"
     tokenizer = tiny_tokenizer(**{"tokenizer.chat_template": source})

@@ -34,7 +34,9 @@ async def upgrade(server: Server, **options: object) -> tuple[int, str | None]:
 
 @pytest.fixture(scope="module")
 def keyed() -> object:
-    with serve(api_key=("first key", "schlüssel"), cors_origin=("https://app.example",)) as server:
+    with serve(
+        api_key=("first key", "schlüssel"), allowed_origins=("https://app.example",)
+    ) as server:
         yield server
 
 
@@ -176,7 +178,7 @@ def test_a_websocket_of_a_foreign_page_is_refused_before_it_opens(server: Server
     asyncio.run(main())
 
 
-def test_allowed_origins_may_open_websockets() -> None:
+def test_an_allowed_origin_may_open_websockets() -> None:
     with serve(allowed_origins=("https://app.example",)) as server:
         assert asyncio.run(upgrade(server, origin="https://app.example"))[0] == 101
         assert asyncio.run(upgrade(server, origin="https://app.example.evil"))[0] == 403
@@ -237,7 +239,7 @@ def test_without_cors_a_foreign_page_can_neither_read_nor_send(server: Server) -
         assert same.status_code == 200
 
 
-def test_a_cors_origin_may_read_and_send_and_see_its_refusals(keyed: Server) -> None:
+def test_an_allowed_origin_may_read_and_send_and_see_its_refusals(keyed: Server) -> None:
     headers = {"origin": "https://app.example"}
     asks = {
         "access-control-request-method": "POST",

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny import save_tiny_tokenizer
 from weights.fake_hub import FakeHub, commit_of, fake_hub
 
+from streamkv.config import EngineConfig
+from streamkv.engine.loading import read_text_side
 from streamkv.errors import ConfigError, ModelLoadError
 from streamkv.weights import huggingface
 from streamkv.weights.hub import (
@@ -150,6 +153,71 @@ def test_a_new_commit_brings_only_what_changed(hub: FakeHub) -> None:
     assert hub.fetched == ["config.json"]
 
 
+@pytest.mark.parametrize("is_commit", [False, True])
+def test_what_is_missing_or_cut_in_the_cache_is_fetched_again(
+    hub: FakeHub, is_commit: bool
+) -> None:
+    files = DESCRIPTIONS | WEIGHTS
+    revision = commit_of(hub.repos["org/tiny"]["main"]) if is_commit else ""
+    snapshot = resolve_checkpoint("org/tiny", revision=revision).path
+    (snapshot / "tokenizer.json").resolve().unlink()
+    (snapshot / "tokenizer.json").unlink()
+    (snapshot / "config.json").write_bytes(b"")  # the blob, as these are links
+    (snapshot / SHARDS[0]).write_bytes(WEIGHTS[SHARDS[0]][:-1])
+    (snapshot / SHARDS[1]).write_bytes(b"")
+    (snapshot / SHARDS[1]).unlink()
+    hub.fetched.clear()
+    assert resolve_checkpoint("org/tiny", revision=revision).path == snapshot
+    assert {name: (snapshot / name).read_bytes() for name in names_in(snapshot)} == files
+    assert set(hub.fetched) == {"tokenizer.json", "config.json", *SHARDS}
+
+
+def test_a_hub_that_tells_no_sizes_is_believed(hub: FakeHub) -> None:
+    hub.sizes["tiny-Q4_K_M.gguf"] = 0
+    resolve_checkpoint("org/tiny-GGUF")
+    resolve_checkpoint("org/tiny-GGUF")
+    assert hub.fetched == ["tiny-Q4_K_M.gguf"]
+
+
+def test_a_tokenizer_of_the_model_s_repository_has_its_revision(hub: FakeHub) -> None:
+    other = DESCRIPTIONS | WEIGHTS | {"tokenizer.json": b'{"other": 1}'}
+    hub.repos["org/tiny"]["v1"] = other
+    hub.repos["org/tiny-GGUF"]["v1"] = dict(GGUF)
+    commit = commit_of(other)
+    page = "https://huggingface.co/org/tiny"
+    for tokenizer, model, revision in [
+        ("org/tiny", "org/tiny", "v1"),
+        (page, "hf.co/org/tiny:Q8_0", "v1"),
+        ("org/tiny", f"{page}/tree/v1", ""),
+        (f"{page}/tree/v1", "org/tiny", "main"),
+    ]:
+        found = resolve_tokenizer(tokenizer, model=model, revision=revision)
+        assert found.path.name == commit
+    for model in ("org/tiny-GGUF", "smollm2-135m-instruct", "/no/path"):
+        found = resolve_tokenizer("org/tiny", model=model, revision="v1")
+        assert (found.path / "tokenizer.json").read_bytes() == DESCRIPTIONS["tokenizer.json"]
+
+
+def test_the_engine_asks_for_the_tokenizer_of_the_model_s_revision(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    save_tiny_tokenizer(tmp_path)
+    tokenizer = {path.name: path.read_bytes() for path in tmp_path.glob("*.json")}
+    hub.repos["org/tiny"]["v1"] = DESCRIPTIONS | tokenizer  # those of main are broken
+    (tmp_path / "config.json").write_bytes(b"{}")
+    config = EngineConfig(model="org/tiny", tokenizer="org/tiny", revision="v1")
+    checkpoint = Checkpoint(tmp_path, "huggingface")
+    assert read_text_side(config, checkpoint).tokenizer.vocab_size == 339
+
+
+def test_an_empty_variable_is_none(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", "")
+    path = resolve_checkpoint("org/tiny").path
+    assert path.is_relative_to(tmp_path / "home")
+
+
 def test_a_folder_for_downloads_and_the_token_are_used(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,14 +249,25 @@ def test_what_is_in_the_cache_is_enough_without_a_network(
     assert caplog.text == ""  # as was asked for
 
 
-def test_a_commit_in_the_cache_is_used_without_asking(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_revision_in_the_cache_is_enough_without_a_network(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = commit_of(hub.repos["org/tiny"]["main"])
-    checkpoint = resolve_checkpoint("org/tiny", revision=commit)
+    hub.repos["org/tiny"]["refs/pr/1"] = DESCRIPTIONS | WEIGHTS
+    checkpoint = resolve_checkpoint("org/tiny", revision="refs/pr/1")
     unplug(hub, monkeypatch)
-    assert resolve_checkpoint("org/tiny", revision=commit) == checkpoint
-    assert caplog.text == ""
+    for revision in ("refs/pr/1", checkpoint.path.name):
+        assert resolve_checkpoint("org/tiny", revision=revision) == checkpoint
+    with pytest.raises(ModelLoadError, match="can't reach"):
+        resolve_checkpoint("org/tiny")
+
+
+def test_a_commit_that_the_hub_has_lost_is_used_from_the_cache(
+    hub: FakeHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = resolve_checkpoint("org/tiny")
+    del hub.repos["org/tiny"]["main"]
+    assert resolve_checkpoint("org/tiny", revision=checkpoint.path.name) == checkpoint
+    assert f"no revision '{checkpoint.path.name}'" in caplog.text
 
 
 def test_a_part_of_a_model_in_the_cache_is_not_taken_for_all(
@@ -244,6 +323,30 @@ def test_a_program_that_is_killed_takes_its_download_with_it(hub: FakeHub, tmp_p
     assert not useless_parts(tmp_path)
 
 
+def test_what_a_killed_download_has_left_is_removed_by_the_next_one(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.stuck["tiny-Q4_K_M.gguf"] = 1
+    code = (
+        "from streamkv.weights.hub import resolve_checkpoint; resolve_checkpoint('org/tiny-GGUF')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        assert hub.is_stuck.wait(20)
+        (alive,) = useless_parts(tmp_path)
+        stale = alive.with_name(f"{'0' * 64}.01234567.incomplete")
+        fresh = alive.with_name(f"{'1' * 64}.01234567.incomplete")
+        resumed = alive.with_name(f"{'2' * 64}.incomplete")
+        for part in (stale, fresh, resumed):
+            part.write_bytes(b"x" * 1000)
+        for part in (stale, alive, resumed):
+            os.utime(part, (0, 0))
+        resolve_checkpoint("org/tiny-GGUF:Q8_0")
+        process.kill()
+        left = {part for part in (alive, stale, fresh, resumed) if part.exists()}
+    assert left == {alive, fresh, resumed}
+    assert hub.hung_up.wait(20)
+
+
 # --- errors ----------------------------------------------------------------------------------
 
 
@@ -252,10 +355,11 @@ def test_a_program_that_is_killed_takes_its_download_with_it(hub: FakeHub, tmp_p
     [
         (403, {"X-Error-Code": "GatedRepo"}, "let you in.*/org/tiny.*HF_TOKEN"),
         (401, {"X-Error-Code": "RepoNotFound"}, "no .*/org/tiny, or it is private.*HF_TOKEN"),
-        (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "not valid"),
+        (401, {}, "answers 401: it wants a token: set HF_TOKEN"),
         (403, {"X-Error-Message": "Access to this resource is disabled."}, "disabled"),
-        (403, {}, "may not read it"),
+        (404, {}, "/org/tiny answers 404: check the name and HF_ENDPOINT"),
         (429, {}, "too many requests"),
+        (451, {}, "answers 451: .*legal reasons; find another"),
         (503, {}, "answers 503: try again later"),
         (200, {}, "no hub's.*HF_ENDPOINT"),
     ],
@@ -268,6 +372,19 @@ def test_what_the_hub_refuses_is_one_line_that_says_what_to_do(
         resolve_checkpoint("org/tiny")
     message = str(caught.value)
     assert message.startswith("org/tiny: ") and "\n" not in message and len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "named"),
+    [("hf_old", 401, "not valid"), ("hf_old", 403, "may not read"), ("ä", 200, "HF_TOKEN: expec")],
+)
+def test_a_token_that_does_not_help_is_named(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, token: str, status: int, named: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    hub.refused = status, {}, b""
+    with pytest.raises(ModelLoadError, match=named):
+        resolve_checkpoint("org/tiny")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9", "no-such-host.invalid"])
@@ -293,6 +410,21 @@ def test_an_index_of_shards_that_are_not_there_is_refused(hub: FakeHub) -> None:
         resolve_checkpoint("org/tiny")
 
 
+@pytest.mark.parametrize("weight_map", [{"a": ["x"]}, {"a": "../x"}, {}, None])
+def test_an_index_of_no_files_is_a_broken_checkpoint(hub: FakeHub, weight_map: object) -> None:
+    index = json.dumps({"weight_map": weight_map}).encode()
+    hub.repos["org/tiny"]["main"]["model.safetensors.index.json"] = index
+    with pytest.raises(ModelLoadError, match="weight_map to map.*the checkpoint is broken"):
+        resolve_checkpoint("org/tiny")
+
+
+def test_a_name_that_is_no_file_s_is_a_broken_repository(hub: FakeHub) -> None:
+    hub.repos["org/bad"] = {"main": {"../up-Q4_K_M.gguf": b"x", "a-Q8_0.gguf": b"q8"}}
+    with pytest.raises(ModelLoadError, match=r"file '../up-Q4_K_M.gguf'; the repository is broken"):
+        resolve_checkpoint("org/bad")
+    assert resolve_checkpoint("org/bad:Q8_0").path.read_bytes() == b"q8"
+
+
 def test_too_full_a_disk_is_refused_before_the_download(hub: FakeHub) -> None:
     hub.sizes["tiny-Q4_K_M.gguf"] = 1 << 60
     with pytest.raises(ModelLoadError, match=r"expected 1099511627776 MiB.*--download-dir"):
@@ -300,11 +432,16 @@ def test_too_full_a_disk_is_refused_before_the_download(hub: FakeHub) -> None:
     assert hub.fetched == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")
-    with pytest.raises(ModelLoadError, match=f"can't write to {file}.*--download-dir"):
+    with pytest.raises(ModelLoadError, match=f"can't use {file}.*--download-dir"):
         resolve_checkpoint("org/tiny", download_dir=str(file))
+    monkeypatch.setenv("HF_HOME", str(file))
+    with pytest.raises(ModelLoadError, match=f"can't use {file}.*HF_HOME"):
+        resolve_checkpoint("org/tiny")
 
 
 def test_a_process_that_dies_is_an_error_with_its_last_words(

