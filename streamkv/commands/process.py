@@ -41,7 +41,7 @@ def run_process(command: Callable[[], int]) -> int:
                 sys.stdout.flush()  # not later, where nobody would see what is wrong with it
     except Ended as ended:
         signal.raise_signal(ended.number)
-        return 128 + ended.number  # of process 1, which has to handle a signal to be ended by it
+        os._exit(128 + ended.number)  # process 1, which no signal ends that it doesn't handle
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has left, as `head` does

@@ -108,13 +108,13 @@ class Terminal:
         readline.set_history_length(MAX_HISTORY)
         with contextlib.suppress(OSError):  # none yet; it is a convenience in any case
             readline.read_history_file(path)
-        try:
-            with raising(signal.SIGHUP):  # of a terminal that is closed
+        with raising(signal.SIGHUP):  # of a terminal that is closed
+            try:
                 yield
-        finally:
-            with contextlib.suppress(OSError):
-                _make_private(path)
-                readline.write_history_file(path)
+            finally:
+                with contextlib.suppress(OSError):
+                    _make_private(path)
+                    readline.write_history_file(path)
 
 
 def _make_private(path: Path) -> None:
