@@ -29,6 +29,7 @@ from .config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from .config_file import ConfigFile, read_config_file
 from .errors import ConfigError
 from .eval.options import ENGINE_FLAGS, EvalConfig
+from .fields import guess
 from .flags import add_flags, add_hidden_flags, build_config, with_bare_switches, with_dashes
 from .variables import check_variables, unknown_variables
 from .vllm_options import OPTIONS as VLLM_OPTIONS
@@ -164,12 +165,9 @@ class CommandParser(argparse.ArgumentParser):
             arguments = with_bare_switches(arguments, self._actions, alone_too=takes_model)
         parsed, unknown = super().parse_known_args(arguments, *args)
         if unknown:
-            from difflib import get_close_matches
-
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unexpected: {' '.join(unknown)}{hint}")
+            hint = guess(unknown[0].partition("=")[0], flags)
+            self.error(f"unexpected: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:

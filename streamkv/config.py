@@ -67,7 +67,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="of weights that aren't quantized and of KV; auto is bfloat16, float32 "
             "computes in float32 throughout",
-            extra={"same": {"float": "float32"}},
+            extra={
+                "same": {"float": "float32"},
+                "advice": "nothing is computed in float16: auto reads checkpoints that have it",
+            },
         ),
     ] = "auto"
     quantization: Annotated[
@@ -75,12 +78,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="of weights: auto keeps the checkpoint's, none widens them to dtype, int8 "
             "and int4 quantize a checkpoint that isn't",
-            extra={"short": "-q", "same": {"gguf": "auto"}},
+            extra={
+                "short": "-q",
+                "same": {"gguf": "auto"},
+                "advice": "AWQ, GPTQ and FP8 checkpoints aren't read: give a .gguf file, or floats",
+            },
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "float32", "int8"],
-        Meta(description="of keys and values; auto is dtype, int8 has a scale a token and head"),
+        Meta(
+            description="of keys and values; auto is dtype, int8 has a scale a token and head",
+            extra={"advice": "int8 is as small as fp8"},
+        ),
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="auto is cuda where there is one")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .errors import ConfigError
-from .fields import Field, fields_of
+from .fields import Field, fields_of, guess
 
 MAX_BYTES = 1 << 20  # whatever has more is no list of options, and may never end
 
@@ -78,11 +78,8 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _unknown(key: str, value: Any, known: Mapping[str, Field]) -> str:
-    from difflib import get_close_matches
-
     if isinstance(value, dict):
         return f"expected keys in no section, got [{key}]: take that line away"
     keys = [field.key for field in known.values()]
-    near = get_close_matches(key.replace("_", "-"), keys, n=1)
-    hint = f"did you mean {near[0]}?" if near else "docs/flags.md lists them"
+    hint = guess(key.replace("_", "-"), keys) or "docs/flags.md lists them"
     return f"expected names of serve's flags without --, got {key}: {hint}"

@@ -1,7 +1,8 @@
 """What the fields of a config Struct say, and values of them: types, ranges, choices, spellings.
 
 Knows no particular option. A field may name other spellings of its values and a short flag, in
-`Meta(extra={"same": {"float": "float32"}, "short": "-tp"})`. Invariant: what `parse` returns has
+`Meta(extra={"same": {"float": "float32"}, "short": "-tp"})`; its "advice" is what to do instead of
+giving another choice. Invariant: what `parse` returns has
 the field's type and lies in its range.
 """
 
@@ -12,7 +13,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -37,6 +38,7 @@ class Field(NamedTuple):
     help: str
     same: Mapping[str, Any]  # other spellings of a value
     short: str  # -tp
+    advice: str  # what to do instead of giving another choice
 
     @property
     def flag(self) -> str:
@@ -100,8 +102,9 @@ class Field(NamedTuple):
         try:
             return msgspec.convert(value, self.hint, strict=not text)
         except msgspec.ValidationError as error:
+            advice = f"; {self.advice}" if self.advice else ""
             expected = self._expected(error)
-            raise ConfigError(f"{source}: expected {expected}, got {given!r}") from None
+            raise ConfigError(f"{source}: expected {expected}, got {given!r}{advice}") from None
 
     def _read(self, value: str, *, text: bool) -> Any:
         """A value of the field's type, if that is what the words say."""
@@ -156,6 +159,14 @@ def truth_of(word: str) -> bool | None:
     return None
 
 
+def guess(name: str, known: Iterable[str]) -> str:
+    """ "did you mean NAME?", or nothing where none is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), n=1, cutoff=0.8)
+    return f"did you mean {near[0]}?" if near else ""
+
+
 def _field(field: msgspec.structs.FieldInfo, hint: Any) -> Field:
     metas: list[Meta] = []
     if typing.get_origin(hint) is typing.Annotated:
@@ -169,6 +180,7 @@ def _field(field: msgspec.structs.FieldInfo, hint: Any) -> Field:
         help="".join(meta.description or "" for meta in metas),
         same=extra.get("same", {}),
         short=extra.get("short", ""),
+        advice=extra.get("advice", ""),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 
 from .config import EngineConfig, ServerConfig
 from .errors import ConfigError
-from .fields import fields_of, variable_of
+from .fields import fields_of, guess, variable_of
 from .vllm_options import OPTIONS, check
 
 OTHERS = ("STREAMKV_CACHE", "STREAMKV_CONFIG", "STREAMKV_CPU_ISA", "STREAMKV_TUNING")
@@ -29,14 +29,12 @@ def check_variables(environ: Mapping[str, str], *, given: Container[str] = ()) -
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Those that are set and nothing reads, each with a guess at what was meant."""
-    from difflib import get_close_matches
-
     fields = (*fields_of(EngineConfig), *fields_of(ServerConfig))
     read = [field.variable for field in fields]
     known = {*read, *OTHERS, *map(variable_of, OPTIONS)}
     unknown = []
     for name in sorted(environ):
         if name.startswith(variable_of("")) and name not in known:
-            near = get_close_matches(name, [*read, *OTHERS], n=1, cutoff=0.8)
-            unknown.append(f"{name} (did you mean {near[0]}?)" if near else name)
+            hint = guess(name, [*read, *OTHERS])
+            unknown.append(f"{name} ({hint})" if hint else name)
     return unknown

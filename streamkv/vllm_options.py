@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from .config import EngineConfig, ServerConfig
 from .errors import ConfigError
+from .fields import guess
 
 Kind = Literal["switch", "value", "list"]  # how its flag is written
 
@@ -71,12 +72,9 @@ def _short(value: Any) -> str:
 
 
 def _unknown(name: str) -> str:
-    from difflib import get_close_matches
-
     if name in ServerConfig.__struct_fields__:
         return f"{name} ({flag_of(name)}) is an option of `streamkv serve`: leave it out here"
-    near = get_close_matches(name, (*EngineConfig.__struct_fields__, *OPTIONS), n=1)
-    hint = f"did you mean {near[0]}?" if near else "docs/flags.md lists them"
+    hint = guess(name, (*EngineConfig.__struct_fields__, *OPTIONS)) or "docs/flags.md lists them"
     return f"expected an option of streamkv or of vLLM, got {name}: {hint}"
 
 

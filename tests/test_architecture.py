@@ -55,6 +55,7 @@ SAME_LAYER = {  # the few siblings that may see each other
     ("protocol", "errors"),
     ("protocol", "plain"),
     ("step_bytes", "protocol"),
+    ("vllm_options", "fields"),
     ("weights", "models"),  # loading needs the facts a model is built from
     ("flags", "config_file"),
     ("flags_page", "flags"),

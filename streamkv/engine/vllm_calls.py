@@ -50,7 +50,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise TypeError(f"expected an argument that LLM or vLLM knows, got {name}")
         if value is not None and value not in ARGUMENTS[name]:
             raise InvalidRequestError(
-                f"{name}: expected None, got {value!r:.100}; it is not supported here: leave it out",
+                f"{name}: expected None, got {value!r:.100}; it is not supported: leave it out",
                 param=name,
             )
 
