@@ -119,12 +119,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_process(lambda: _run(given))
 
 
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """What the arguments say, by name. SystemExit for what makes no sense."""
+    return vars(build_parser().parse_args(with_dashes(arguments)))
+
+
 def _run(arguments: Sequence[str]) -> int:
-    parser = build_parser()
-    parsed = vars(parser.parse_args(with_dashes(arguments)))
+    parsed = parse(arguments)
     run: Callable[[Call], int] | None = parsed.pop("run", None)
     if run is None:
-        parser.print_help()
+        build_parser().print_help()
         return 2
     reads_variables = "config" in parsed
     call = Call.of(parsed)
@@ -136,8 +140,8 @@ def _run(arguments: Sequence[str]) -> int:
 def _settle_model(parsed: dict[str, Any]) -> None:
     """Keep the one model that was named, in whatever way. ConfigError."""
     model, trailing = parsed.pop("positional_model", None), parsed.pop(MODEL, None)
-    if trailing is not None and trailing.flag and (model is not None or "model" in parsed):
-        parsed[trailing.flag].append(trailing.word)  # so it was one of several
+    if trailing is not None and trailing.dest and (model is not None or "model" in parsed):
+        parsed[trailing.dest].append(trailing.word)  # so it was one of several
         trailing = None
     if trailing is not None:
         if model is not None:

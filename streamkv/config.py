@@ -14,9 +14,14 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
-from .fields import check_fields
+from .fields import check_fields, flag_of
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def http_url(host: str, port: int) -> str:
+    """Of a server; an IPv6 address stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +193,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 raise ConfigError(
-                    f"{name} (--{name.replace('_', '-')}): expected 1, got {size}; a model "
+                    f"{name} ({flag_of(name)}): expected 1, got {size}; a model "
                     "computes on one device so far: leave it out"
                 )
 

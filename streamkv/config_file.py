@@ -30,8 +30,8 @@ class ConfigFile(NamedTuple):
 def read_config_file(
     path: str,
     config_types: Iterable[type[msgspec.Struct]],
-    others: Iterable[str] = (),
-    check: Check | None = None,
+    others: Iterable[str],
+    check: Check,
 ) -> ConfigFile:
     """The file's values of these Structs' fields. Values of `others`, names without a field, are
     only checked, by `check`. ConfigError."""
@@ -50,8 +50,7 @@ def read_config_file(
         else:
             unused[name] = value
     try:
-        if check is not None:
-            check(unused)
+        check(unused)
         for one in config_types:  # what a Struct says of its values together
             one(**{name: values[name] for name in one.__struct_fields__ if name in values})
     except ConfigError as error:

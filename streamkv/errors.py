@@ -26,6 +26,8 @@ and OpenAI error bodies in one place.
 
 from __future__ import annotations
 
+FREE_MEMORY = "free some, or use a smaller model or smaller limits"  # when it runs out
+
 
 class StreamkvError(Exception):
     """Base of the tree; `str(error)` is written to be shown to the user."""

@@ -2,8 +2,7 @@
 
 Knows no particular option. A field may name other spellings of its values and a short flag, in
 `Meta(extra={"same": {"float": "float32"}, "short": "-tp"})`; its "advice" is what to do instead of
-giving another choice. Invariant: what `parse` returns has
-the field's type and lies in its range.
+giving another choice. Invariant: what `parse` returns has the field's type and lies in its range.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Field(NamedTuple):
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def variable(self) -> str:
@@ -64,12 +63,12 @@ class Field(NamedTuple):
         return typing.get_args(self.type) if is_literal else ()
 
     @property
-    def bounds(self) -> tuple[tuple[str, float], ...]:
-        """What a number is compared with."""
+    def bounds(self) -> str:
+        """What a number has to be: ">= 0 and <= 65535"."""
         metas = getattr(self.hint, "__metadata__", ())
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-        return tuple(
-            (sign, bound)
+        return " and ".join(
+            f"{sign} {bound}"
             for meta in metas
             for name, sign in signs.items()
             if (bound := getattr(meta, name)) is not None
@@ -101,10 +100,11 @@ class Field(NamedTuple):
             value = os.fspath(value)
         try:
             return msgspec.convert(value, self.hint, strict=not text)
-        except msgspec.ValidationError as error:
+        except msgspec.ValidationError:
             advice = f"; {self.advice}" if self.advice else ""
-            expected = self._expected(error)
-            raise ConfigError(f"{source}: expected {expected}, got {given!r}{advice}") from None
+            raise ConfigError(
+                f"{source}: expected {self._expected()}, got {given!r}{advice}"
+            ) from None
 
     def _read(self, value: str, *, text: bool) -> Any:
         """A value of the field's type, if that is what the words say."""
@@ -121,13 +121,16 @@ class Field(NamedTuple):
                 return self.type(value)
         return value
 
-    def _expected(self, error: msgspec.ValidationError) -> str:
+    def _expected(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         kinds: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
-        kind = kinds.get(self.type, "text")
-        _, _, bound = str(error).partition("` ")  # "Expected `int` >= 1", or of a wrong type
-        return f"{kind} {bound}" if bound[:1] in ("<", ">") else kind
+        return f"{kinds.get(self.type, 'text')} {self.bounds}".strip()
+
+
+def flag_of(name: str) -> str:
+    """The flag of an option."""
+    return "--" + name.replace("_", "-")
 
 
 def variable_of(name: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,17 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_object_if_any(path: Path) -> dict[str, Any]:
     """The same; empty if there is no such file."""
     return read_object(path) if is_file(path) else {}
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Have each ModelLoadError in the block name the path."""
+    try:
+        yield
+    except ModelLoadError as error:
+        if str(path) in error.message:
+            raise
+        raise ModelLoadError(f"{path}: {error.message.removeprefix('GGUF: ')}") from error
 
 
 def unreadable(path: Path, error: OSError, what: str = "") -> ModelLoadError:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from .config_file import ConfigFile
-from .fields import Field, fields_of, truth_of
+from .fields import Field, fields_of, flag_of, truth_of
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -24,7 +24,7 @@ class Trailing(NamedTuple):
     """A command's own word (MODEL) that stood after a flag that takes several values."""
 
     word: str
-    flag: str  # of any words, so that it may be one of them: where those are stored; or ""
+    dest: str  # of a flag that takes any words: where they are stored, as it may be one; or ""
 
 
 class TakeSeveral(argparse.Action):
@@ -46,8 +46,8 @@ class TakeSeveral(argparse.Action):
         words = list(values or ())
         if self._operand is not None and len(words) > 1 and not hasattr(namespace, self._operand):
             one = self._field.item if self._field is not None else None
-            takes_any = one is None or not (one.choices or is_number(one))
-            if one is None or takes_any or not _may_be(one, words[-1]):
+            if one is None or not _may_be(one, words[-1]):
+                takes_any = one is None or not (one.choices or is_number(one))
                 trailing = Trailing(words.pop(), self.dest if takes_any else "")
                 setattr(namespace, self._operand, trailing)
         setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *words])
@@ -104,7 +104,6 @@ def add_hidden_flags(
 ) -> None:
     """Add options that `--help` doesn't show, by name; what they are given is left as it is."""
     for name, kind in kinds.items():
-        words = name.replace("_", "-")
         flags = [shorts[name]] if name in shorts else []
         options: dict[str, Any] = {
             "dest": name,
@@ -115,7 +114,7 @@ def add_hidden_flags(
             options["action"] = argparse.BooleanOptionalAction
         elif kind == "list":
             options |= {"action": TakeSeveral, "field": None, "operand": operand}
-        parser.add_argument(*flags, f"--{words}", **options)
+        parser.add_argument(*flags, flag_of(name), **options)
 
 
 def with_bare_switches(

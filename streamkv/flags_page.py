@@ -10,16 +10,17 @@ from __future__ import annotations
 import msgspec
 
 from .config import EngineConfig, ServerConfig
-from .fields import Field, fields_of
+from .fields import Field, fields_of, flag_of
 from .flags import shown_default
-from .vllm_options import OPTIONS, SHORT, Option, flag_of
+from .vllm_options import OPTIONS, SHORT, Option
 
 HEAD = """\
 # Flags
 
 Every option of `streamkv serve` can be set by a flag, by an environment variable, and in a file. A
 flag beats the variable, the variable beats the file, the file beats the default. The other commands
-that take a model read the same variables and the same file.
+that take a model read the same variables and the same file; `LLM` and `AsyncEngine` read neither,
+they take options as arguments.
 
 - The file is TOML, named by `--config FILE` or `STREAMKV_CONFIG`. Its keys are the flags' names
   without `--`, with `-` or `_`, in no section; flags that may be repeated are lists there. A key
@@ -81,9 +82,8 @@ def _taken(field: Field) -> str:
     one = field.item if field.repeats else field
     kinds: dict[object, str] = {bool: "on or off", int: "whole number", float: "number"}
     words = ", ".join(one.choices) or kinds.get(one.type, "text")
-    bounds = " and ".join(f"{sign} {bound}" for sign, bound in one.bounds)
     same = ", ".join(f"{word} is {value}" for word, value in field.same.items())
-    return f"{words} {bounds}".strip() + (f" ({same})" if same else "")
+    return f"{words} {one.bounds}".strip() + (f" ({same})" if same else "")
 
 
 def _default(field: Field) -> str:

@@ -12,9 +12,9 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cli import Call, build_parser
+from .cli import Call, parse
+from .config import http_url
 from .errors import ConfigError
-from .flags import with_dashes
 
 PROCESSES = Path("/proc")
 TIMEOUT_S = 4.0
@@ -51,10 +51,9 @@ def server_flags() -> Sequence[str]:
 
 def health_url(flags: Sequence[str]) -> str:
     """Where a server with these flags listens. ConfigError, SystemExit."""
-    parsed = build_parser().parse_args(["serve", *with_dashes(flags)])
-    config = Call.of(vars(parsed)).server_config()
+    config = Call.of(parse(["serve", *flags])).server_config()
     host = ANY_ADDRESS.get(config.bind_host, config.bind_host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.port}/health"
+    return f"{http_url(host, config.port)}/health"
 
 
 if __name__ == "__main__":

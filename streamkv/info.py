@@ -27,6 +27,7 @@ from .errors import ConfigError, ModelLoadError
 from .models import CausalLM, ModelConfig, build_model, read_config
 from .ops.cpu_count import num_usable_cores
 from .ops.extension import load_extension, tuning_in_use
+from .progress import unwatched
 from .runner.cost import describe
 from .runner.cpu_model import DTYPES, effective_quantization, kv_dtype_of, load_cpu_model
 from .runner.formats import ModelFormats
@@ -35,9 +36,9 @@ from .runner.kv_cache import MemoryShare, kv_token_bytes, plan_kv_cache
 from .runner.native_limits import check_native
 from .runner.program import ProgramSpec
 from .runner.recorder import Recorder, build_program
-from .runner.select import check_config
+from .runner.select import check_config, runs_on_torch
 from .weights.formats import Formats, Quantization, packed_bytes, planned_formats
-from .weights.hub import Checkpoint, resolve_checkpoint
+from .weights.hub import Checkpoint, checkpoint_of
 from .weights.loader import WeightSource, check_names_and_shapes, opened_checkpoint
 
 
@@ -47,20 +48,17 @@ def print_info(engine_config: EngineConfig, options: InfoConfig, given: Containe
     check_config(engine_config)
     if options.profile:
         check_profiled(engine_config)
-    checkpoint = resolve_checkpoint(
-        engine_config.model,
-        revision=engine_config.revision,
-        download_dir=engine_config.download_dir,
-    )
+    on_torch = runs_on_torch(engine_config)
+    checkpoint = checkpoint_of(engine_config)
     with opened_checkpoint(checkpoint) as source:
         model = build_model(read_config(source.config))
-        formats = formats_of(engine_config, source, model)
+        formats = formats_of(engine_config, source, model, on_torch=on_torch)
     max_model_len = context_of(engine_config, model.config)
     if options.program or options.profile:
         options = fitting(options, given, max_model_len)
         check_steps(options, max_model_len)
     said = facts(checkpoint, model, formats, engine_config)
-    said |= native_facts(model, formats, engine_config)
+    said |= {} if on_torch else native_facts(model, formats)
     said |= text_facts(checkpoint, engine_config)
     for name, value in said.items():
         print(f"{name:16} {value}")
@@ -82,12 +80,14 @@ def print_info(engine_config: EngineConfig, options: InfoConfig, given: Containe
     return 0
 
 
-def formats_of(config: EngineConfig, source: WeightSource, model: CausalLM) -> Formats:
+def formats_of(
+    config: EngineConfig, source: WeightSource, model: CausalLM, *, on_torch: bool
+) -> Formats:
     """Of each matrix, as it would be loaded."""
     parameters = list(model.parameters())
     check_names_and_shapes(source, parameters)
     quantization: Quantization = "none"
-    if not is_torchs(config):
+    if not on_torch:
         quantization = effective_quantization(config, source, model)
     return planned_formats(
         source, parameters, dtype=DTYPES[config.dtype], quantization=quantization
@@ -168,19 +168,13 @@ def facts(
     }
 
 
-def native_facts(model: CausalLM, formats: Formats, engine_config: EngineConfig) -> dict[str, str]:
+def native_facts(model: CausalLM, formats: Formats) -> dict[str, str]:
     """What keeps it from running where `serve` would run it, if anything does."""
-    if is_torchs(engine_config):
-        return {}
     try:
         check_native(model, formats)
     except ModelLoadError as error:
         return {"kernels": f"serve would refuse the model: {error}"}
     return {}
-
-
-def is_torchs(config: EngineConfig) -> bool:
-    return config.ops == "reference" or config.device == "cuda"
 
 
 def describe_context(engine_config: EngineConfig, model: ModelConfig) -> str:
@@ -226,7 +220,7 @@ def print_measured(
     """Load the model as the engine does, and profile its program."""
     share = MemoryShare(engine_config, None)
     try:
-        loaded = load_cpu_model(engine_config, checkpoint, share, lambda stage, fraction: None)
+        loaded = load_cpu_model(engine_config, checkpoint, share, unwatched)
         plan, steps = loaded.plan, steps_of(options)
         for step in steps:
             if step.num_blocks(plan.block_size) > plan.num_blocks:

@@ -80,17 +80,7 @@ _OTHER_NAMES = OtherSamplingParams.__struct_fields__
 _OTHER_DEFAULTS = OtherSamplingParams.__struct_defaults__
 
 
-class UnreadSamplingParams(OtherSamplingParams, kw_only=True):
-    """Fields of vLLM's SamplingParams that change no answer, whatever they are: `LLM` gives whole
-    answers, and a stream what is new."""
-
-    output_kind: Any = None
-    stream_interval: int | None = None
-    skip_clone: bool | None = None
-    skip_reading_prefix_cache: bool | None = None
-
-
-class SamplingParams(UnreadSamplingParams, kw_only=True, repr_omit_defaults=True):
+class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True):
     """How to choose tokens. Names, meanings and defaults are vLLM's, which has them from OpenAI.
 
     Raises InvalidRequestError naming the field when a value is out of range (NaN included). None
@@ -118,6 +108,12 @@ class SamplingParams(UnreadSamplingParams, kw_only=True, repr_omit_defaults=True
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None = off; 0 = the sampled token's only; k = top k besides
+
+    # vLLM's, which change no answer: `LLM` gives whole ones, and a stream what is new.
+    output_kind: Any = None
+    stream_interval: int | None = None
+    skip_clone: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
         OtherSamplingParams.__post_init__(self)

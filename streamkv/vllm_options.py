@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from .config import EngineConfig, ServerConfig
-from .errors import ConfigError
-from .fields import guess
+from .errors import ConfigError, one_line
+from .fields import flag_of, guess
 
 Kind = Literal["switch", "value", "list"]  # how its flag is written
 
@@ -54,10 +54,6 @@ def check(given: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} ({flag_of(name)}): expected {expected}{got}; {option.advice}")
 
 
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _plain(value: Any) -> str:
     """A value of Python as a flag would have it."""
     if isinstance(value, list | tuple | set | frozenset):
@@ -67,8 +63,7 @@ def _plain(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 40 else f"{text[:40]}\N{HORIZONTAL ELLIPSIS}"
+    return one_line(str(value).lower() if isinstance(value, bool) else value, 40)
 
 
 def _unknown(name: str) -> str:
@@ -78,7 +73,7 @@ def _unknown(name: str) -> str:
     return f"expected an option of streamkv or of vLLM, got {name}: {hint}"
 
 
-_GENERATES = "models here generate text"
+GENERATES = "models here generate text"
 _TEXT_ONLY = "models here read text alone"
 _IN_CONFIG = "change config.json in a copy of the checkpoint's folder"
 _TUNES_VLLM = "it tunes vLLM's own machinery"
@@ -102,8 +97,8 @@ _NEEDS_DEVICES = "it matters with several devices alone"
 # Kind, neutral values, advice, names.
 _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     # The model.
-    ("value", "auto generate", _GENERATES, "task runner"),
-    ("value", "auto", _GENERATES, "convert"),
+    ("value", "auto generate", GENERATES, "task runner"),
+    ("value", "auto", GENERATES, "convert"),
     (
         "value",
         "auto hf safetensors gguf",

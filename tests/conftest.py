@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from streamkv.config import DEFAULT_MODEL
+from streamkv.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from streamkv.weights.hub import Checkpoint, resolve_checkpoint
 
 
@@ -23,3 +23,14 @@ def pytest_report_header() -> str:
 def default_checkpoint() -> Checkpoint:
     """The default model on disk; downloaded once per machine, then found in the cache."""
     return resolve_checkpoint(DEFAULT_MODEL)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerConfig]]:
+    """What every `streamkv serve` would serve."""
+    seen: list[tuple[EngineConfig, ServerConfig]] = []
+    monkeypatch.setattr(
+        "streamkv.commands.serve.serve",
+        lambda engine_config, server_config: seen.append((engine_config, server_config)) or 0,
+    )
+    return seen

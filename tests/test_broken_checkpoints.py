@@ -19,13 +19,15 @@ from tiny import save_tiny_checkpoint, save_tiny_tokenizer, tiny_gguf_metadata
 from weights.gguf_files import save_gguf
 
 from streamkv.config import EngineConfig
-from streamkv.engine.loading import build_model
+from streamkv.engine.loading import build_model, read_text_side
 from streamkv.errors import ConfigError, ModelLoadError
 from streamkv.weights.gguf import GGUFFile
+from streamkv.weights.hub import resolve_checkpoint
 
 MAX_MESSAGE_CHARS = 400
 TRUNCATIONS = (0.0, 0.01, 0.3, 0.7, 0.99)
-PARTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+TEXT_PARTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+PARTS = ("config.json", *TEXT_PARTS)
 INDEX = "model.safetensors.index.json"
 SHARD = "model-2.safetensors"
 CONTENTS = {
@@ -44,12 +46,16 @@ CONTENTS = {
 }
 
 
-def refusal(path: Path, **config: Any) -> str | None:
-    """The line that loading it to the end gives; None if the model works."""
+def refusal(path: Path, *, text_only: bool = False, **config: Any) -> str | None:
+    """The line that loading it to the end gives; None if the model works. `text_only`: only what
+    the checkpoint has besides weights is read."""
     engine = EngineConfig(
         model=str(path), num_gpu_blocks_override=8, packed_cache_gib=0, threads=1, **config
     )
     try:
+        if text_only:
+            read_text_side(engine, resolve_checkpoint(engine.model))
+            return None
         model = build_model(engine, None, None, lambda stage, fraction: None)
         model.runner.load(lambda stage, fraction: None)
         model.runner.close()
@@ -91,7 +97,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 def test_a_file_with_something_else_inside_is_named(folder: Path, name: str) -> None:
     for what, content in CONTENTS.items():
         (folder / name).write_bytes(content)
-        message = refused(folder, name)
+        message = refused(folder, f"{folder / name}: ")
         if what.startswith(("a ", "an ")):
             assert what in message, message
 
@@ -101,7 +107,7 @@ def test_a_file_that_is_cut_anywhere_is_named(folder: Path, name: str) -> None:
     content = (folder / name).read_bytes()
     for part in TRUNCATIONS:
         (folder / name).write_bytes(content[: int(part * len(content))])
-        refused(folder, name)
+        refused(folder, f"{folder / name}: ")
 
 
 def put_pipe(path: Path) -> None:
@@ -134,13 +140,21 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(
 ) -> None:
     (folder / name).unlink(missing_ok=True)
     put(folder / name)
-    assert "regular file" in refused(folder, f"{name}: expected a")
+    assert "regular file" in refused(folder, f"{folder / name}: expected a")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX, SHARD])
-def test_a_file_that_is_missing_is_named(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("config.json", "a folder without config.json"),
+        ("tokenizer.json", "got no tokenizer.json"),
+        (INDEX, f"expected model.safetensors or {INDEX}, found neither"),
+        (SHARD, f"/{SHARD}: "),
+    ],
+)
+def test_a_file_that_is_missing_is_named(folder: Path, name: str, named: str) -> None:
     (folder / name).unlink()
-    refused(folder, name)
+    refused(folder, named)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
@@ -153,7 +167,7 @@ def test_a_file_that_is_not_needed_may_be_missing(folder: Path, name: str) -> No
 @pytest.mark.parametrize("name", [*PARTS, INDEX, SHARD])
 def test_a_file_that_may_not_be_read_is_named(folder: Path, name: str) -> None:
     (folder / name).chmod(0)
-    assert "Permission denied" in refused(folder, name)
+    assert "Permission denied" in refused(folder, f"{folder / name}: ")
 
 
 def test_a_broken_chat_template_names_the_checkpoint(folder: Path) -> None:
@@ -181,7 +195,7 @@ def test_no_value_of_another_type_or_size_crashes(folder: Path, name: str) -> No
             else:
                 changed[path[0]] = value
             (folder / name).write_text(json.dumps(changed))
-            message = refusal(folder)
+            message = refusal(folder, text_only=name in TEXT_PARTS)
             is_small = path == ("max_position_embeddings",)  # then there is too little memory
             assert message is None or is_small or str(folder) in message, (path, value, message)
 

@@ -7,19 +7,14 @@ from streamkv.config import EngineConfig, ServerConfig
 
 
 @pytest.fixture
-def serve(monkeypatch, tmp_path):
+def serve(served, tmp_path):
     """What `streamkv serve --config FILE` would serve, FILE having this content."""
-    seen: list[tuple[EngineConfig, ServerConfig]] = []
-    monkeypatch.setattr(
-        "streamkv.commands.serve.serve",
-        lambda engine_config, server_config: seen.append((engine_config, server_config)) or 0,
-    )
 
     def ask(content: str, *arguments: str) -> tuple[EngineConfig, ServerConfig]:
         path = tmp_path / "x.toml"
         path.write_text(content)
         assert main(["serve", "--config", str(path), *arguments]) == 0
-        return seen.pop()
+        return served.pop()
 
     return ask
 
@@ -80,8 +75,8 @@ def test_a_variable_names_the_file_and_other_commands_read_their_part_of_it(monk
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'port = "9000"', "x.toml: port: expected a whole number, got '9000'"),
-        (b"max-num-seqs = 0", "x.toml: max-num-seqs: expected a whole number >= 1, got 0"),
+        (b'port = "9000"', "x.toml: port: expected a whole number >= 0 and <= 65535, got"),
+        (b"max-num-seqs = 0", "x.toml: max-num-seqs: expected a whole number >= 1 and"),
         (b"enforce-eager = 1", "x.toml: enforce-eager: expected true or false, got 1"),
         (b"api-key = [1]", "x.toml: api-key: expected text, got 1"),
         (b"max-num-seq = 8", "got max-num-seq: did you mean max-num-seqs?"),

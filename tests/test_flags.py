@@ -24,9 +24,29 @@ def parse(*arguments: str, environ: dict[str, str] | None = None) -> EngineConfi
     return build_config(EngineConfig, vars(parser.parse_args(arguments)), environ or {})
 
 
-def test_every_field_has_a_flag_and_the_flag_sets_it(capsys):
-    config = parse("--max-num-seqs", "8", "--gpu-memory-utilization", "0.5", "--dtype", "float32")
-    assert (config.max_num_seqs, config.gpu_memory_utilization, config.dtype) == (8, 0.5, "float32")
+@pytest.mark.parametrize("config_type", [EngineConfig, ServerConfig])
+def test_every_field_has_a_flag_and_the_flag_sets_it(config_type):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, config_type)
+    for field in fields_of(config_type):
+        if field.name.endswith("parallel_size"):
+            continue  # 1 is all that these can be
+        arguments = [field.flag, "x"]
+        expected = ("x",) if field.repeats else "x"
+        if field.choices:
+            arguments[1] = expected = field.choices[-1]
+        elif field.type is bool:
+            expected = not field.default
+            arguments = [f"--{'' if expected else 'no-'}{field.flag[2:]}"]
+        elif field.type in (int, float):
+            expected = field.default + 1 if field.type is int else 1.0
+            arguments[1] = str(expected)
+        assert expected != field.default
+        config = build_config(config_type, vars(parser.parse_args(arguments)), {})
+        assert getattr(config, field.name) == expected
+
+
+def test_help_names_every_flag(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     help_text = capsys.readouterr().out
@@ -87,9 +107,9 @@ def test_lists_of_numbers_leave_a_model_alone_wherever_it_stands(arguments, monk
     [
         (["throughput", "a", "--concurrency", "1", "b"], "expected one model, got 'a' and 'b'"),
         (["throughput", "--concurrency", "1", "b", "--prompt-seed", "1", "a"], "got 'a' and 'b'"),
-        (["throughput", "--concurrency", "b"], "--concurrency: expected a whole number, got 'b'"),
-        (["throughput", "--concurrency", "8", "0"], "expected a whole number >= 1, got '0'"),
-        (["kernels", "--decode-rows", "1", "b"], "--decode-rows: expected a whole number, got 'b'"),
+        (["throughput", "--concurrency", "b"], "--concurrency: expected a whole number >= 1 and"),
+        (["throughput", "--concurrency", "8", "0"], ">= 1 and <= 1048576, got '0'"),
+        (["kernels", "--decode-rows", "1", "b"], "--decode-rows: expected a whole number >= 1 and"),
     ],
 )
 def test_a_wrong_word_in_a_list_is_one_line(arguments, message, capsys):
@@ -127,17 +147,12 @@ def test_a_wrong_value_is_an_error_that_names_its_source(arguments, environ, nam
 
 
 @pytest.fixture
-def serve(monkeypatch):
+def serve(served):
     """What `streamkv serve` would serve."""
-    seen: list[tuple[EngineConfig, ServerConfig]] = []
-    monkeypatch.setattr(
-        "streamkv.commands.serve.serve",
-        lambda engine_config, server_config: seen.append((engine_config, server_config)) or 0,
-    )
 
     def ask(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
         assert main(["serve", *arguments]) == 0
-        return seen.pop()
+        return served.pop()
 
     return ask
 
@@ -187,13 +202,13 @@ def test_lists_of_the_server_come_as_words_or_json(serve):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-model-len", "2.5K"], "--max-model-len: expected a whole number, got '2.5K'"),
+        (["--max-model-len", "2.5K"], "--max-model-len: expected a whole number >= 0, got '2.5K'"),
         (["--dtype", "half"], "expected one of auto, bfloat16, float32, got 'half'"),
         (["-tp", "2"], "tensor_parallel_size (--tensor-parallel-size): expected 1, got 2"),
         (["--model", "a", "b"], "expected one model, got 'b' and --model 'a'"),
         (["--served-model-name", ""], "(--served-model-name): expected a name, got an empty one"),
         (["--config", ""], "--config: expected a TOML file, got an empty name"),
-        (["--gpu-memory-utilization", "nan"], "expected a number > 0.0, got 'nan'"),
+        (["--gpu-memory-utilization", "nan"], "expected a number > 0 and <= 1, got 'nan'"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments, message, capsys):
@@ -243,7 +258,7 @@ def test_wrong_usage_is_one_line_that_says_where_help_is(arguments, capsys):
     ("wish", "message"),
     [
         ({"max_model_len": -2}, r"max_model_len (--max-model-len): expected a whole number >= 0"),
-        ({"block_size": True}, "block_size (--block-size): expected a whole number, got True"),
+        ({"block_size": True}, "block_size (--block-size): expected a whole number >= 1 and"),
         ({"dtype": "half"}, "dtype (--dtype): expected one of auto, bfloat16, float32"),
         ({"served_model_name": 5}, "served_model_name (--served-model-name): expected text, got 5"),
         ({"enforce_eager": "yes"}, "enforce_eager (--enforce-eager): expected true or false"),
@@ -268,9 +283,9 @@ def test_the_page_of_flags_is_current():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("abc", "--block-size: expected a whole number, got 'abc'"),
-        ("0", "--block-size: expected a whole number >= 1, got '0'"),
-        ("1.5", "--block-size: expected a whole number, got '1.5'"),
+        ("abc", "--block-size: expected a whole number >= 1 and <= 1024, got 'abc'"),
+        ("0", "--block-size: expected a whole number >= 1 and <= 1024, got '0'"),
+        ("1.5", "--block-size: expected a whole number >= 1 and <= 1024, got '1.5'"),
     ],
 )
 def test_a_wrong_number_says_what_was_expected(value, message):
@@ -298,7 +313,6 @@ def test_memory_that_runs_out_is_one_line(command, capsys, monkeypatch):
     def resolve(*arguments, **options):
         raise MemoryError
 
-    monkeypatch.setattr("streamkv.info.resolve_checkpoint", resolve)
     monkeypatch.setattr("streamkv.weights.hub.resolve_checkpoint", resolve)
     assert main([command, "a-model", *(["--port", "0"] if command == "serve" else [])]) == 1
     error = capsys.readouterr().err

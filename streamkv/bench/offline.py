@@ -17,7 +17,7 @@ from ..engine.async_engine import AsyncEngine
 from ..engine.llm import LLM
 from ..errors import ConfigError, StreamkvError
 from ..protocol import SamplingParams
-from ..weights.hub import resolve_checkpoint
+from ..weights.hub import checkpoint_of
 from .load import Load
 from .options import OfflineConfig
 from .report import Figures, medians, print_report
@@ -105,9 +105,7 @@ def _of_llm(llm: LLM) -> Generate:
 
 def _folder(config: EngineConfig) -> str:
     """The checkpoint that transformers can read too. ConfigError."""
-    checkpoint = resolve_checkpoint(
-        config.model, revision=config.revision, download_dir=config.download_dir
-    )
+    checkpoint = checkpoint_of(config)
     if checkpoint.kind != "huggingface":
         raise ConfigError(
             f"--transformers: expected a folder in Hugging Face format, got {checkpoint.path}; "

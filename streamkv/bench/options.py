@@ -70,7 +70,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     transformers_dtype: Annotated[
         Literal["float32", "bfloat16"],
-        Meta(description="of transformers; float32 is the faster where bfloat16 is emulated"),
+        Meta(description="of transformers"),
     ] = "float32"
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..config import EngineConfig
 from ..engine.async_engine import AsyncEngine
-from ..errors import GenerationError, InvalidRequestError, StreamkvError
+from ..errors import GenerationError, InvalidRequestError, StreamkvError, one_line
 from ..protocol import FinishReason
 from .conversation import Conversation
 from .log import log_to_stderr
@@ -23,7 +23,7 @@ from .sampling import check_sampling, sampling_within, why_cut
 from .terminal import MANY_LINES, Terminal
 
 PROMPT = "> "
-TEMPERATURE = 0.7  # as on the chat page: a small model rambles at 1, and repeats itself far below
+TEMPERATURE = 0.7  # as on the chat page
 HISTORY_NAME = "chat_history"
 _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?", re.DOTALL)
 
@@ -101,7 +101,7 @@ class Chat:
         except (InvalidRequestError, GenerationError) as error:
             if not self.terminal.interactive:
                 raise
-            self.terminal.notice(" ".join(str(error).split()))
+            self.terminal.notice(one_line(error, 1000))
             return False
         self.terminal.end_line()
         if answer.text:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..engine.admission import check_prompt_len
 from ..engine.async_engine import AsyncEngine
 from ..errors import ContextLengthError
 
@@ -59,15 +60,13 @@ class Conversation:
                 if is_alone:
                     raise
             else:
-                if len(token_ids) <= (context - 1 if is_alone else limit):
-                    del self._turns[:num_forgotten]
-                    return Prompt(token_ids, num_forgotten)
+                if is_alone or len(token_ids) <= limit:
+                    break
             limit = context // 2
-        too_long = "message and system text" if self.system else "message"
-        raise ContextLengthError(
-            f"{too_long}: expected at most {context - 1} tokens, which leaves one of the context "
-            f"of {context} for the answer, got {len(token_ids)}; shorten that"
-        )
+        what = "message and system text" if self.system else "message"
+        check_prompt_len(len(token_ids), context, what)
+        del self._turns[:num_forgotten]
+        return Prompt(token_ids, num_forgotten)
 
     def _messages(self, num_forgotten: int, message: str) -> list[dict[str, str]]:
         messages = [{"role": "system", "content": self.system}] if self.system else []

@@ -13,9 +13,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
-from ..errors import ConfigError, StreamkvError, one_line
+from ..errors import FREE_MEMORY, ConfigError, StreamkvError, one_line
 
 INTERRUPTED = 130  # what a shell says of a program that SIGINT ended
 PIPE_CLOSED = 141  # and SIGPIPE
@@ -51,7 +50,7 @@ def run_process(command: Callable[[], int]) -> int:
         _discard_output()
         return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
     except MemoryError:
-        return _fail("out of memory: free some, or use a smaller model or smaller limits", 1)
+        return _fail(f"out of memory: {FREE_MEMORY}", 1)
     except StreamkvError as error:
         return _fail(error, 2 if isinstance(error, ConfigError) else 1)
 
@@ -73,25 +72,21 @@ def open_streams() -> None:
 
 
 @contextlib.contextmanager
-def raising(*numbers: int) -> Iterator[None]:
-    """While this lasts, the first such signal raises Ended in the main thread; others are ignored,
-    as signals are that were ignored before."""
-    before: dict[int, Any] = {}
+def raising(number: int) -> Iterator[None]:
+    """While this lasts, the first such signal raises Ended in the main thread; later ones are
+    ignored, and so are all if they were before."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
         raise Ended(number)
 
+    before = signal.getsignal(number)
     try:
-        for number in numbers:
-            if (handler := signal.getsignal(number)) is not signal.SIG_IGN:
-                before[number] = handler
-                signal.signal(number, end)
+        if before is not signal.SIG_IGN:
+            signal.signal(number, end)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(number, before)
 
 
 def _fail(words: object, exit_code: int) -> int:

@@ -6,17 +6,13 @@ Owns what is said: the path alone on standard output, for scripts, the rest besi
 from __future__ import annotations
 
 from ..config import EngineConfig
-from ..weights.hub import Checkpoint, checkpoint_files, resolve_checkpoint
+from ..weights.hub import Checkpoint, checkpoint_files, checkpoint_of
 from .terminal import Terminal
 
 
 def pull(engine_config: EngineConfig) -> int:
     """Fetch what isn't here yet. Returns the exit code."""
-    checkpoint = resolve_checkpoint(
-        engine_config.model,
-        revision=engine_config.revision,
-        download_dir=engine_config.download_dir,
-    )
+    checkpoint = checkpoint_of(engine_config)
     print(checkpoint.path)
     Terminal.standard().notice(describe_size(checkpoint))
     return 0

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..engine.async_engine import AsyncEngine
 from ..errors import ConfigError, InvalidRequestError
+from ..fields import flag_of
 from ..protocol import SamplingParams
 from .options import SamplingConfig
 
@@ -19,7 +20,7 @@ def check_sampling(options: SamplingConfig) -> None:
     try:
         SamplingParams(**options.asked())
     except InvalidRequestError as error:
-        flag = f"--{error.param}".replace("_", "-")
+        flag = flag_of(str(error.param))
         raise ConfigError(f"{flag}: {error.message.partition(': ')[2]}") from None
 
 

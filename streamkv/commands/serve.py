@@ -14,7 +14,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..config import EngineConfig, ServerConfig
+from ..config import EngineConfig, ServerConfig, http_url
 from ..errors import ConfigError, EngineDeadError, StreamkvError
 from .log import log_to_stderr
 
@@ -39,12 +39,14 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     with _listen(server_config) as listener:
         # Before there is a loop, as it takes long: a Ctrl-C meanwhile would cancel what has begun.
         from ..engine.async_engine import AsyncEngine
+        from ..engine.background import new_event_loop
         from ..server.serving import Server
 
         engine = AsyncEngine(engine_config)
         server = Server(engine, server_config)
-        logger.info("streamkv %s: %s", __version__, _url(server_config, listener))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        port = listener.getsockname()[1]
+        logger.info("streamkv %s: %s", __version__, http_url(server_config.bind_host, port))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(run_server(server, engine, listener))
 
 
@@ -76,14 +78,6 @@ def _listen(config: ServerConfig) -> socket.socket:
         ) from None
 
 
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # no uvloop on Windows
-        return None
-    return uvloop.Loop
-
-
 async def run_server(server: Server, engine: AsyncEngine, listener: socket.socket) -> int:
     """Serve until a signal, or raise what kept the model from loading. Returns the exit code."""
     loading = asyncio.create_task(_until_loaded(engine, server))
@@ -109,8 +103,3 @@ async def _until_loaded(engine: AsyncEngine, server: Server) -> Exception | None
     gc.collect()
     gc.freeze()
     return None
-
-
-def _url(config: ServerConfig, listener: socket.socket) -> str:
-    host = f"[{config.bind_host}]" if ":" in config.bind_host else config.bind_host
-    return f"http://{host}:{listener.getsockname()[1]}"

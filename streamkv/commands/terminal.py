@@ -99,7 +99,7 @@ class Terminal:
             return
         try:
             import readline
-        except ImportError:  # no readline on Windows
+        except ImportError:  # not every Python was built with it
             yield
             return
         if "libedit" not in (readline.__doc__ or ""):

@@ -38,7 +38,7 @@ def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
             )
         if isinstance(prompt, str):
             return prompt
-        _check_prompt_len(len(prompt), max_model_len)
+        check_prompt_len(len(prompt), max_model_len)
         if set(map(type, prompt)) != {int}:
             prompt = tuple(map(plain, prompt))
         if set(map(type, prompt)) == {int}:
@@ -48,6 +48,16 @@ def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
     else:
         got = type(prompt).__name__
     raise InvalidRequestError(f"prompt: expected text or token ids, got {got}", param="prompt")
+
+
+def check_prompt_len(num_tokens: int, max_model_len: int, name: str = "prompt") -> None:
+    """ContextLengthError unless the context has room for an answer."""
+    if num_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"{name}: expected at most {max_model_len - 1} tokens, which leaves one of the context "
+            f"of {max_model_len} for the answer, got {num_tokens}; shorten the {name}",
+            param=name,
+        )
 
 
 def check_name(name: str, value: object) -> None:
@@ -76,10 +86,10 @@ def check_unicode(text: str, name: str = "prompt") -> None:
         ) from None
 
 
-def check_text_fits(
-    text: str, tokenizer: Tokenizer, max_model_len: int, name: str = "prompt"
-) -> None:
-    """ContextLengthError if the text has too many tokens however it is tokenized."""
+def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, name: str = "prompt") -> None:
+    """`check_unicode`, and ContextLengthError if the text has too many tokens however it is
+    tokenized."""
+    check_unicode(text, name)
     num_tokens = tokenizer.min_num_tokens(text)
     if num_tokens >= max_model_len:
         raise ContextLengthError(
@@ -120,7 +130,7 @@ def build_request(
     """The request as the scheduler takes it. InvalidRequestError, ContextLengthError."""
     if not prompt_token_ids:
         raise InvalidRequestError("prompt: expected at least one token, got none", param="prompt")
-    _check_prompt_len(len(prompt_token_ids), info.max_model_len)
+    check_prompt_len(len(prompt_token_ids), info.max_model_len)
     _check_vocabulary("prompt", prompt_token_ids, info.vocab_size)
     _check_vocabulary("logit_bias", sampling.logit_bias, info.vocab_size)
     _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
@@ -140,15 +150,6 @@ def build_request(
 def _num_tool_calls(message: object) -> int:
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     return len(calls) if isinstance(calls, Sequence) else 0
-
-
-def _check_prompt_len(num_tokens: int, max_model_len: int) -> None:
-    if num_tokens >= max_model_len:
-        raise ContextLengthError(
-            f"prompt: expected at most {max_model_len - 1} tokens, which leaves one of the context "
-            f"of {max_model_len} for the answer, got {num_tokens}; shorten the prompt",
-            param="prompt",
-        )
 
 
 def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:

@@ -1,9 +1,8 @@
 """AsyncEngine: a language model behind an asyncio interface, to embed or to serve.
 
 Owns the life of the engine (loading, ready, draining, failed, closed), its device thread and its
-loops, one by model id. It must not know HTTP, nor what is inside a runner. It belongs to the event
-loop that started it; it installs no signal handler, starts no process and changes no process-wide
-setting.
+loop. It must not know HTTP, nor what is inside a runner. It belongs to the event loop that started
+it; it installs no signal handler, starts no process and changes no process-wide setting.
 
 Invariant: `start` and `generate` never block; whatever state the engine is in, `close` ends every
 stream, joins the thread and frees the model's memory.
@@ -40,7 +39,7 @@ from .admission import (
     check_num_messages,
     check_priority,
     check_prompt,
-    check_text_fits,
+    check_text,
     check_unicode,
     seed_source,
 )
@@ -100,7 +99,7 @@ class AsyncEngine:
         self._info: RunnerInfo | None = None
         self._device: DeviceThread | None = None
         self._started = False  # by `start`, which is called once
-        self._loops: dict[str, EngineLoop] = {}
+        self._loop: EngineLoop | None = None  # from READY until CLOSED
         self._settled = asyncio.Event()  # set once the status is not LOADING
         self._draining = asyncio.Event()  # set once its end was asked for
         self._last_stats = EngineStats()
@@ -140,17 +139,17 @@ class AsyncEngine:
     def end_requests(self) -> None:
         """Raise EngineDeadError to the reader of every request that has not ended."""
         error = EngineDeadError("the server is shutting down: this answer was cut; send it again")
-        for loop in self._loops.values():
-            loop.fail_all(error)
+        if self._loop is not None:
+            self._loop.fail_all(error)
 
     async def close(self) -> None:
         """End every stream with ABORT, join the device thread, free the memory. Idempotent."""
         self.drain()
         self._set_status(EngineStatus.CLOSED)
-        for loop in self._loops.values():
-            loop.stop()
-            self._last_stats = loop.stats()
-        self._loops.clear()
+        if self._loop is not None:
+            self._loop.stop()
+            self._last_stats = self._loop.stats()
+        self._loop = None
         if self._device is not None:
             await self._device.close()
         self._device = self._given_runner = None
@@ -213,9 +212,7 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges; zeros while loading, the last ones after the end."""
-        for loop in self._loops.values():
-            return loop.stats()
-        return self._last_stats
+        return self._last_stats if self._loop is None else self._loop.stats()
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -227,9 +224,10 @@ class AsyncEngine:
         With `must_fit`, ContextLengthError for a text that is too long for the context at first
         sight, before it is tokenized; one that is not may still be too long.
         """
-        check_unicode(text)
         if must_fit:
-            check_text_fits(text, self.tokenizer, self.info.max_model_len)
+            check_text(text, self.tokenizer, self.info.max_model_len)
+        else:
+            check_unicode(text)
         encode = functools.partial(
             self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
@@ -264,8 +262,7 @@ class AsyncEngine:
             len(messages) > MANY_MESSAGES or num_chars(messages, LONG_TEXT_CHARS) > LONG_TEXT_CHARS
         )
         text = await asyncio.to_thread(render) if is_long else render()
-        check_unicode(text, "messages")
-        check_text_fits(text, self.tokenizer, max_model_len, "messages")
+        check_text(text, self.tokenizer, max_model_len, "messages")
         return await self.encode(text, add_special_tokens=False)  # the template has them
 
     def generate(
@@ -321,8 +318,8 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request with ABORT deltas; nothing happens if there is none of that id."""
-        for loop in self._loops.values():
-            loop.abort(request_id)
+        if self._loop is not None:
+            self._loop.abort(request_id)
 
     async def _admit(self, stream: TokenStream) -> Admission:
         """Check a request and take it in; errors name what was wrong."""
@@ -365,7 +362,8 @@ class AsyncEngine:
         if model not in self.model_ids:
             known = ", ".join(self.model_ids)
             raise UnknownModelError(f"model: expected one of {known}, got {model!r}")
-        return self._loops[self.model_ids[0]]
+        assert self._loop is not None, "ready without a loop"
+        return self._loop
 
     def _check_ready(self) -> None:
         if self._status is not EngineStatus.READY:
@@ -395,8 +393,7 @@ class AsyncEngine:
     def _build_runner(self, progress: Callable[[str, float], None]) -> Runner:
         """On the device thread. Nobody reads what it sets before `loaded` is set."""
         model = build_model(self.config, self._given_runner, self._tokenizer, progress)
-        self._tokenizer = model.tokenizer
-        self._sampling_defaults = model.sampling_defaults
+        self._tokenizer, self._sampling_defaults = model.text
         return model.runner
 
     def _on_loaded(self, loaded: asyncio.Future[RunnerInfo]) -> None:
@@ -423,7 +420,7 @@ class AsyncEngine:
             eos_token_ids=self.tokenizer.eos_token_ids,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        self._loops[self.model_ids[0]] = EngineLoop(
+        self._loop = EngineLoop(
             scheduler,
             self._device.submit,
             self._fail,
@@ -457,12 +454,12 @@ class AsyncEngine:
             )
 
     def _on_output(self, output: StepOutput) -> None:
-        for loop in self._loops.values():
-            loop.on_output(output)
+        if self._loop is not None:
+            self._loop.on_output(output)
 
     def _on_device_dead(self, error: EngineDeadError) -> None:
-        for loop in self._loops.values():
-            loop.die(error)
+        if self._loop is not None:
+            self._loop.die(error)
         if self._status is not EngineStatus.FAILED:  # no loop to tell of it
             self._fail(error)
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from .._cpu import Channel
-from ..errors import EngineDeadError, ModelLoadError, StreamkvError
+from ..errors import FREE_MEMORY, EngineDeadError, ModelLoadError, StreamkvError
 from ..protocol import Runner, RunnerInfo, StepInput, StepOutput
 from ..step_bytes import decode_output, decode_step, encode_output, encode_step
 
@@ -216,10 +216,7 @@ class DeviceThread:
         if isinstance(exc, StreamkvError):
             return exc
         if isinstance(exc, MemoryError):
-            return ModelLoadError(
-                f"out of memory while {self.progress.stage}: free some, or use a smaller model or "
-                "smaller limits"
-            )
+            return ModelLoadError(f"out of memory while {self.progress.stage}: {FREE_MEMORY}")
         logger.error("loading failed", exc_info=exc)
         error = ModelLoadError(f"loading failed while {self.progress.stage}: {_describe(exc)}")
         error.__cause__ = exc

@@ -20,8 +20,7 @@ from .admission import (
     check_name,
     check_num_messages,
     check_prompt,
-    check_text_fits,
-    check_unicode,
+    check_text,
 )
 
 _FORMS = "expected text, token ids, or a dict with prompt or prompt_token_ids"
@@ -100,8 +99,7 @@ def read_chats(
             render = tokenizer.apply_chat_template if template is None else template.render
             text = render(ask, **variables)
             text = _up_to_mark(text) if continue_final_message else text
-            check_unicode(text)
-            check_text_fits(text, tokenizer, max_model_len)
+            check_text(text, tokenizer, max_model_len)
             # The template has the special tokens.
             token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
         found.append(Prompt(name, text, token_ids))
@@ -142,8 +140,7 @@ def _read_prompt(name: str, prompt: object, tokenizer: Tokenizer, max_model_len:
     checked = check_prompt(prompt, max_model_len)
     if isinstance(checked, tuple):
         return Prompt(name, text, checked, cache_salt)
-    check_unicode(checked)
-    check_text_fits(checked, tokenizer, max_model_len)
+    check_text(checked, tokenizer, max_model_len)
     return Prompt(name, checked, tuple(tokenizer.encode(checked)), cache_salt)
 
 

@@ -2,14 +2,14 @@
 
 Owns the order of loading, the check of the configuration, and which tokenizer, chat template and
 sampling defaults the model gets. It must not know requests or the event loop; building happens on
-the device thread. Invariant: importing this module imports nothing
-heavy, and building from a given runner and tokenizer imports nothing at all.
+the device thread. Invariant: importing this module imports nothing heavy, and building from a given
+runner and tokenizer imports nothing at all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,8 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelLoadError
-from ..files import is_file, read_object_if_any, read_text
+from ..files import about, is_file, read_object_if_any, read_text
+from ..progress import Watch, unwatched
 from ..protocol import Runner
 from ..text.chat_template import ChatTemplate
 from ..text.gguf_metadata import gguf_eos_ids
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
     from ..weights.hub import Checkpoint
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]
-
-
-def unwatched(stage: str, fraction: float) -> None:
-    """Progress that nobody looks at."""
 
 
 def resolve_config(config: EngineConfig | str | None, overrides: Mapping[str, Any]) -> EngineConfig:
@@ -47,14 +42,6 @@ def resolve_config(config: EngineConfig | str | None, overrides: Mapping[str, An
     return msgspec.structs.replace(config or EngineConfig(), **overrides)
 
 
-class Model(NamedTuple):
-    """The two halves of a model, the device's and the text's, and what it recommends."""
-
-    runner: Runner
-    tokenizer: Tokenizer
-    sampling_defaults: Mapping[str, Any]  # fields of SamplingParams
-
-
 class TextSide(NamedTuple):
     """What a checkpoint has besides weights."""
 
@@ -62,44 +49,49 @@ class TextSide(NamedTuple):
     sampling_defaults: Mapping[str, Any]  # fields of SamplingParams
 
 
+class Model(NamedTuple):
+    """The two halves of a model, the device's and the text's."""
+
+    runner: Runner
+    text: TextSide
+
+
 def build_model(
     config: EngineConfig,
     runner: Runner | None,
     tokenizer: Tokenizer | None,
-    progress: Progress,
+    progress: Watch,
 ) -> Model:
     """Build what is not given. The runner has still to `load`. ModelLoadError, ConfigError."""
     if runner is not None and tokenizer is not None:
-        return Model(runner, tokenizer, {})
-    from ..weights.hub import resolve_checkpoint
+        return Model(runner, TextSide(tokenizer, {}))
+    from ..weights.hub import checkpoint_of
 
     read_chat_template(config)  # before a download: what is wrong with it is quickly said
     progress("finding the checkpoint", 0.0)
-    checkpoint = resolve_checkpoint(
-        config.model, progress, revision=config.revision, download_dir=config.download_dir
-    )
-    sampling_defaults: Mapping[str, Any] = {}
+    checkpoint = checkpoint_of(config, progress)
     if tokenizer is None:
         progress("reading the tokenizer", 0.0)
-        tokenizer, sampling_defaults = read_text_side(config, checkpoint, progress)
+        text = read_text_side(config, checkpoint, progress)
+    else:
+        text = TextSide(tokenizer, {})
     if runner is None:
         progress("importing the runner", 0.0)
         from ..runner.select import build_runner
 
         runner = build_runner(config, checkpoint)
-    return Model(runner, tokenizer, sampling_defaults)
+    return Model(runner, text)
 
 
 def read_text_side(
-    config: EngineConfig, checkpoint: Checkpoint, progress: Progress = unwatched
+    config: EngineConfig, checkpoint: Checkpoint, progress: Watch = unwatched
 ) -> TextSide:
     """The tokenizer that the configuration asks for, and the checkpoint's sampling defaults.
     ModelLoadError, ConfigError."""
     from ..weights.hub import resolve_tokenizer
     from ..weights.sampling_defaults import folder_sampling_defaults, gguf_sampling_defaults
 
-    path = checkpoint.path
-    metadata = None if checkpoint.kind == "huggingface" else _metadata(path)
+    path, metadata = checkpoint.path, _metadata(checkpoint)
     defaults: Mapping[str, Any] = {}
     if config.generation_config == "auto":
         defaults = (
@@ -157,9 +149,7 @@ def read_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that a checkpoint brings, with another chat template and end tokens besides its
     own if they are given. ModelLoadError."""
-    path = checkpoint.path
-    metadata = None if checkpoint.kind == "huggingface" else _metadata(path)
-    return _build_tokenizer(path, metadata, chat_template, more_eos_ids)
+    return _build_tokenizer(checkpoint.path, _metadata(checkpoint), chat_template, more_eos_ids)
 
 
 def read_chat_template(config: EngineConfig) -> str | None:
@@ -181,10 +171,13 @@ def read_chat_template(config: EngineConfig) -> str | None:
     return source
 
 
-def _metadata(path: Path) -> Mapping[str, Any]:
+def _metadata(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Of a GGUF file. ModelLoadError."""
+    if checkpoint.kind == "huggingface":
+        return None
     from ..weights.gguf import GGUFFile
 
-    file = GGUFFile(path)
+    file = GGUFFile(checkpoint.path)
     file.close()
     return file.metadata
 
@@ -196,13 +189,9 @@ def _build_tokenizer(
     more_eos_ids: Collection[int] = (),
 ) -> Tokenizer:
     """From a GGUF file's metadata, or from a folder. What is wrong names it."""
-    try:
+    with about(path):
         if metadata is None:
             return Tokenizer.from_folder(
                 path, chat_template=chat_template, more_eos_ids=more_eos_ids
             )
         return Tokenizer.from_gguf(metadata, chat_template=chat_template, more_eos_ids=more_eos_ids)
-    except ModelLoadError as error:
-        if error.message.startswith(str(path)):
-            raise
-        raise ModelLoadError(f"{path}: {error.message.removeprefix('GGUF: ')}") from None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequestError
+from ..vllm_options import GENERATES
 
 # Arguments, and what asks for nothing besides None.
 ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
@@ -22,13 +23,12 @@ ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "tokenization_kwargs": ({},),
 }
 
-_GENERATES = "models here generate text"
 _WEIGHTS_STAY = "weights and KV stay in memory: close it, and make another when it is needed"
 _NO_ENGINE = "`info` has the facts of the model, `get_tokenizer` its tokenizer"
 _NO_MODULE = "the model is no module of torch"
 _ATTRIBUTES: Mapping[str, str] = {
     "beam_search": "answers are sampled: SamplingParams(n=…) gives several",
-    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _GENERATES),
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), GENERATES),
     **dict.fromkeys(("sleep", "wake_up"), _WEIGHTS_STAY),
     **dict.fromkeys(("llm_engine", "model_config"), _NO_ENGINE),
     **dict.fromkeys(("apply_model", "collective_rpc"), _NO_MODULE),

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import EngineConfig
+from ..progress import unwatched
 from ..runner.cpu_model import check_finite, load_cpu_model, one_token
 from ..runner.kv_cache import MemoryShare
 from ..runner.recorder import Recorder, build_program
@@ -38,10 +39,6 @@ def sized(config: EngineConfig, lengths: Lengths) -> EngineConfig:
     )
 
 
-def _unwatched(stage: str, fraction: float) -> None:
-    """Progress that nobody looks at."""
-
-
 class NativeModel:
     """A checkpoint, loaded. `close` gives its memory back."""
 
@@ -49,7 +46,7 @@ class NativeModel:
         """ModelLoadError, ConfigError. `config` is `sized`."""
         self._share = MemoryShare(config, None)
         try:
-            self.loaded = load_cpu_model(config, checkpoint, self._share, _unwatched)
+            self.loaded = load_cpu_model(config, checkpoint, self._share, unwatched)
             with self.loaded.explained_step(config):
                 spec = Recorder(max_model_len=self.loaded.plan.max_model_len).record(
                     self.loaded.model

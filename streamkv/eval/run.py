@@ -21,7 +21,7 @@ from ..config import EngineConfig
 from ..engine.loading import read_tokenizer
 from ..errors import ConfigError, StreamkvError
 from ..models import read_config
-from ..weights.hub import Checkpoint, resolve_checkpoint
+from ..weights.hub import Checkpoint, checkpoint_of, resolve_checkpoint
 from ..weights.loader import opened_checkpoint
 from .native import NativeModel, sized
 from .options import EvalConfig
@@ -81,7 +81,7 @@ class Evaluation:
         self, config: EngineConfig, *, is_reference: bool = False, transformers: bool = False
     ) -> None:
         """Load a model and score it, unless the same was scored before."""
-        checkpoint = resolve_checkpoint(config.model, download_dir=config.download_dir)
+        checkpoint = checkpoint_of(config)
         model = NativeModel(sized(config, self._lengths), checkpoint)
         try:
             formats = model.loaded.formats

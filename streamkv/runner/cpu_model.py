@@ -8,7 +8,7 @@ numbers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ..errors import ConfigError, ModelLoadError
 from ..models import CausalLM, ModelConfig, build_model, read_config
 from ..ops.cpu_count import num_usable_cores
 from ..ops.extension import load_extension
+from ..progress import Watch
 from ..protocol import RunnerInfo
 from ..weights.formats import QUANTIZED, Quantization, packed_bytes, planned_formats
 from ..weights.hub import Checkpoint
@@ -47,8 +48,6 @@ from .native_limits import check_native
 DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
 # What a checkpoint may have for these to be kept though they were asked for.
 KEPT = {"int8": {"Q8_0"}, "int4": {"Q4_0", "Q4_1", "Q4_K"}}
-
-Progress = Callable[[str, float], None]
 
 
 class CpuModel(NamedTuple):
@@ -115,7 +114,7 @@ class CpuModel(NamedTuple):
 
 
 def load_cpu_model(
-    config: EngineConfig, checkpoint: Checkpoint, share: MemoryShare, progress: Progress
+    config: EngineConfig, checkpoint: Checkpoint, share: MemoryShare, progress: Watch
 ) -> CpuModel:
     """Load weights, plan and take KV memory, from `share`.
 
@@ -146,7 +145,7 @@ def _load_weights(
     config: EngineConfig,
     num_threads: int,
     share: MemoryShare,
-    progress: Progress,
+    progress: Watch,
 ) -> PackedWeights:
     dtype, parameters = DTYPES[config.dtype], list(model.parameters())
     check_names_and_shapes(source, parameters)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..config import EngineConfig
 from ..errors import ModelLoadError
+from ..progress import Watch
 from ..protocol import RunnerInfo, StepInput, StepOutput
 from ..step_bytes import decode_output, encode_step
 from ..weights.hub import Checkpoint
@@ -28,8 +28,6 @@ from .kv_cache import MemoryBudget, MemoryShare
 from .recorder import Recorder, build_program
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]
 
 
 Parts = TypeVar("Parts")
@@ -52,7 +50,7 @@ class _Runner(ABC, Generic[Parts]):
         self._share = MemoryShare(config, budget)
         self._parts: Parts | None = None
 
-    def load(self, progress: Progress) -> RunnerInfo:
+    def load(self, progress: Watch) -> RunnerInfo:
         """Load weights, plan and take KV memory, compute one token.
 
         Raises ModelLoadError for what is wrong with the checkpoint and ConfigError for what is

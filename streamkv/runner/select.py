@@ -34,8 +34,7 @@ def build_runner(
             "computed again",
             config.swap_space,
         )
-    device = _select_device(config)
-    if device == "cpu" and config.ops != "reference":
+    if not runs_on_torch(config):
         from .cpu_runner import CpuRunner, EagerCpuRunner
 
         runner_type = EagerCpuRunner if config.enforce_eager else CpuRunner
@@ -47,6 +46,11 @@ def build_runner(
     from .torch_runner import TorchRunner
 
     return TorchRunner(config, checkpoint, budget)
+
+
+def runs_on_torch(config: EngineConfig) -> bool:
+    """Else on the native kernels. ConfigError for a device that isn't here."""
+    return _select_device(config) == "cuda" or config.ops == "reference"
 
 
 def check_config(config: EngineConfig) -> None:

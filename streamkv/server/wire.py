@@ -312,8 +312,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 chosen[name] = value
-        if isinstance(self.stop, str):
-            chosen["stop"] = (self.stop,)
         if n is not None:
             chosen["n"] = n
         return SamplingParams(**chosen)
@@ -329,7 +327,7 @@ def limit_tokens(
     limit = max(engine.sampling_defaults["max_tokens"], sampling.min_tokens)
     if limit >= engine.info.max_model_len - num_prompt_tokens:
         return sampling
-    return msgspec.structs.replace(sampling, max_tokens=limit)
+    return sampling.clone(max_tokens=limit)
 
 
 class GenerationFields(SamplingFields, kw_only=True):

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers
 
 from ..errors import ModelLoadError, one_line
-from .gguf_metadata import TokenType, Vocabulary, read_merges
+from .gguf_metadata import OTHER_TOKENIZER, TokenType, Vocabulary, read_merges
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 
@@ -23,23 +23,27 @@ def build_bpe(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> tokenizers
     # UNUSED entries pad the embedding; left out, they can't be matched and decode to nothing.
     vocab = {
         token: token_id
-        for token_id, (token, kind) in enumerate(zip(*vocabulary, strict=True))
+        for token_id, (token, kind) in enumerate(vocabulary.entries())
         if kind != TokenType.UNUSED
     }
+    backend = bpe(vocab, read_merges(metadata), ignore_merges=rule.ignore_merges)
+    if rule.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = rule.splitter()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def bpe(
+    vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any
+) -> tokenizers.Tokenizer:
+    """BPE alone. ModelLoadError."""
     try:
-        model = models.BPE(
-            vocab=vocab, merges=read_merges(metadata), ignore_merges=rule.ignore_merges
-        )
+        return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # `tokenizers` raises bare Exception
         raise ModelLoadError(
             f"GGUF: the tokenizer's merges don't fit its tokens: {one_line(error)}"
         ) from None
-    backend = tokenizers.Tokenizer(model)
-    if rule.nfc:
-        backend.normalizer = rule.normalizer()
-    backend.pre_tokenizer = rule.splitter()
-    backend.decoder = decoders.ByteLevel()
-    return backend
 
 
 def pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
@@ -54,6 +58,6 @@ def pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ModelLoadError(
             f"GGUF: expected tokenizer.ggml.pre to be one of {', '.join(sorted(PRE_TOKENIZERS))}, "
-            f"got {name!r:.40}; name the folder of the model's own tokenizer with --tokenizer"
+            f"got {name!r:.40}; {OTHER_TOKENIZER}"
         )
     return PRE_TOKENIZERS[name]

@@ -7,13 +7,14 @@ type that it says; anything else in the file is a ModelLoadError that names the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from ..errors import ModelLoadError
 
 MAX_TOKEN_ID = 2**31 - 1
+OTHER_TOKENIZER = "name the folder of the model's own tokenizer with --tokenizer"
 # Control tokens that end a turn or a text. A file names one of them, two or three at most, where
 # the models' own generation_config.json has them all.
 END_TOKENS = frozenset(
@@ -38,6 +39,10 @@ class Vocabulary(NamedTuple):
 
     tokens: list[str]
     types: list[int]
+
+    def entries(self) -> Iterator[tuple[str, int]]:
+        """Text and type of each."""
+        return zip(self.tokens, self.types, strict=True)
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
@@ -87,12 +92,12 @@ def gguf_eos_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     """The tokens that end a text, a turn or a message: those that the file declares, and those that
     bear a name known for it. ModelLoadError."""
     has_tokens = "tokenizer.ggml.tokens" in metadata  # else another tokenizer is used
-    tokens, types = read_vocabulary(metadata) if has_tokens else Vocabulary([], [])
-    size = len(tokens) if has_tokens else MAX_TOKEN_ID
+    vocabulary = read_vocabulary(metadata) if has_tokens else Vocabulary([], [])
+    size = len(vocabulary.tokens) if has_tokens else MAX_TOKEN_ID
     ids = {special_id(metadata, name, size) for name in ("eos", "eot", "eom")}
     known = {
         token_id
-        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        for token_id, (token, kind) in enumerate(vocabulary.entries())
         if token in END_TOKENS and kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
     }
     if known:  # SmolLM2's <|endoftext|> is its unknown token and ends nothing

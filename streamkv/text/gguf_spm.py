@@ -18,10 +18,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
-from ..errors import ModelLoadError, one_line
-from .gguf_metadata import TokenType, Vocabulary, flag, read_merges, special_id, unexpected
+from ..errors import ModelLoadError
+from .gguf_bpe import bpe
+from .gguf_metadata import (
+    OTHER_TOKENIZER,
+    TokenType,
+    Vocabulary,
+    flag,
+    read_merges,
+    special_id,
+    unexpected,
+)
 from .token_bytes import SPACE_MARK
 
 _WRITES_SPACES = "[INST]"
@@ -31,7 +40,7 @@ def spell(vocabulary: Vocabulary) -> Vocabulary:
     """The vocabulary with user-defined tokens as they stand in a text, spaces for marks."""
     tokens = [
         token.replace(SPACE_MARK, " ") if kind == TokenType.USER_DEFINED else token
-        for token, kind in zip(*vocabulary, strict=True)
+        for token, kind in vocabulary.entries()
     ]
     return Vocabulary(tokens, vocabulary.types)
 
@@ -41,29 +50,20 @@ def build_spm(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> tokenizers
     if metadata.get("tokenizer.ggml.precompiled_charsmap"):
         raise ModelLoadError(
             "GGUF: expected a SentencePiece tokenizer that takes text as it stands, got one with "
-            "tokenizer.ggml.precompiled_charsmap; name the folder of the model's own tokenizer "
-            "with --tokenizer"
+            f"tokenizer.ggml.precompiled_charsmap; {OTHER_TOKENIZER}"
         )
     _check_marks(vocabulary)
     tokens, types = vocabulary
     unknown = special_id(metadata, "unknown", len(tokens))
     if unknown is None and TokenType.UNKNOWN in types:
         unknown = types.index(TokenType.UNKNOWN)
-    try:
-        model = models.BPE(
-            vocab={t: i for i, t in enumerate(tokens) if types[i] != TokenType.UNUSED},
-            merges=_merges(metadata, vocabulary),
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    except ModelLoadError:
-        raise
-    except Exception as error:  # `tokenizers` raises bare Exception
-        raise ModelLoadError(
-            f"GGUF: the tokenizer's merges don't fit its tokens: {one_line(error)}"
-        ) from None
-    backend = tokenizers.Tokenizer(model)
+    backend = bpe(
+        {t: i for i, t in enumerate(tokens) if types[i] != TokenType.UNUSED},
+        _merges(metadata, vocabulary),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
     _set_spaces(backend, metadata, vocabulary)
     return backend
 
@@ -73,15 +73,14 @@ def _check_marks(vocabulary: Vocabulary) -> None:
     with one."""
     normal = [
         token
-        for token, kind in zip(*vocabulary, strict=True)
+        for token, kind in vocabulary.entries()
         if kind == TokenType.NORMAL and token.strip(SPACE_MARK)
     ]
     begins = any(token.startswith(SPACE_MARK) for token in normal)
     if not begins and any(token.endswith(SPACE_MARK) for token in normal):
         raise ModelLoadError(
             "GGUF: expected a SentencePiece tokenizer whose words begin with their space, got one "
-            "whose words end with it (treat_whitespace_as_suffix); name the folder of the model's "
-            "own tokenizer with --tokenizer"
+            f"whose words end with it (treat_whitespace_as_suffix); {OTHER_TOKENIZER}"
         )
 
 
@@ -94,7 +93,7 @@ def _set_spaces(
     if flag(metadata, "remove_extra_whitespaces", False):
         outer, inner = tokenizers.Regex(r"\A +| +\z"), tokenizers.Regex(" {2,}")
         steps += [normalizers.Replace(outer, ""), normalizers.Replace(inner, " ")]
-    if has_prefix and (_WRITES_SPACES, TokenType.CONTROL) in zip(*vocabulary, strict=True):
+    if has_prefix and (_WRITES_SPACES, TokenType.CONTROL) in vocabulary.entries():
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
         steps += [normalizers.Prepend(SPACE_MARK)] if has_prefix else []
@@ -117,7 +116,7 @@ def _merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tuple[s
     scores = _scores(metadata, len(vocabulary.tokens))
     normal = {
         token: token_id
-        for token_id, (token, kind) in enumerate(zip(*vocabulary, strict=True))
+        for token_id, (token, kind) in enumerate(vocabulary.entries())
         if kind == TokenType.NORMAL
     }
     ranked = []

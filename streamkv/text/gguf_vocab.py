@@ -13,9 +13,16 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, one_line
 from .gguf_bpe import build_bpe, pre_tokenizer
-from .gguf_metadata import TokenType, Vocabulary, flag, read_vocabulary, special_id
+from .gguf_metadata import (
+    OTHER_TOKENIZER,
+    TokenType,
+    Vocabulary,
+    flag,
+    read_vocabulary,
+    special_id,
+)
 from .gguf_spm import build_spm, spell
 
 
@@ -39,8 +46,7 @@ def build_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         case model:
             raise ModelLoadError(
                 "GGUF: expected tokenizer.ggml.model = gpt2 (byte-level BPE) or llama "
-                f"(SentencePiece BPE), got {model!r:.100}; name the folder of the model's own "
-                "tokenizer with --tokenizer"
+                f"(SentencePiece BPE), got {model!r:.100}; {OTHER_TOKENIZER}"
             )
     _add_literal_tokens(backend, vocabulary)
     size = len(vocabulary.tokens)
@@ -61,16 +67,16 @@ def _from_json(source: Any) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(source)
     except Exception as error:  # `tokenizers` raises bare Exception
-        reason = " ".join(str(error).split())[:200]
         raise ModelLoadError(
-            f"GGUF: expected tokenizer.huggingface.json to be a tokenizer.json, got {reason}"
+            "GGUF: expected tokenizer.huggingface.json to be a tokenizer.json, got "
+            f"{one_line(error)}"
         ) from None
 
 
 def _add_literal_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     """Tokens matched as they stand in the text, before BPE; control tokens are special."""
     special, user_defined = [], []
-    for token, kind in zip(*vocabulary, strict=True):
+    for token, kind in vocabulary.entries():
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
             special.append(tokenizers.AddedToken(token, special=True, normalized=False))
         elif kind == TokenType.USER_DEFINED:

@@ -5,9 +5,8 @@ without an exact rule is not in the table, because a wrong cut gives plausible t
 was not trained on.
 
 A rule is a chain of patterns, applied one after the other: each cuts every piece into its matches
-and what lies between them. The patterns, and whether a text is normalized first, are those of the
-models' own tokenizer.json. Names that are missing here and why: `falcon3`, `pixtral`, `megrez` and
-other names of which published descriptions differ, or say nothing about normalization.
+and what lies between them. The patterns, and whether a text is normalized first, follow the models'
+own tokenizer.json.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import tokenizers
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 
 class PreTokenizer(NamedTuple):
@@ -26,9 +25,6 @@ class PreTokenizer(NamedTuple):
     nfc: bool = False  # the text is normalized to NFC first
     ignore_merges: bool = False  # a piece that is a token as a whole is not built by merges
     add_bos: bool = False  # when the file doesn't say
-
-    def normalizer(self) -> normalizers.Normalizer | None:
-        return normalizers.NFC() if self.nfc else None
 
     def splitter(self) -> pre_tokenizers.PreTokenizer:
         """Cuts text, and writes each piece in GPT-2's byte alphabet."""

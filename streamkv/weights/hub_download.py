@@ -25,8 +25,9 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import ModelLoadError
+from ..text.tokenizer_files import TOKENIZER_FILES
 from .hub_errors import explain
-from .hub_files import SAFETENSORS, Choice, choose_files, descriptions_of, with_shards
+from .hub_files import INDEX_FILE, Choice, choose_files, descriptions_of, with_shards
 from .hub_ids import is_safe
 from .huggingface import Failed, Fetched, Message, Note, Request, Step
 
@@ -164,8 +165,8 @@ class Download:
         hub_id = self._request.hub_id
         if not self._request.text_only or hub_id.quant or hub_id.file:
             return choose_files(set(names), quant=hub_id.quant, file=hub_id.file)
-        described = [name for name in descriptions_of(names) if name not in SAFETENSORS]
-        if not any("token" in name or "vocab" in name for name in described):
+        described = [name for name in descriptions_of(names) if name != INDEX_FILE]
+        if not set(described) & set(TOKENIZER_FILES):
             raise ModelLoadError("expected a tokenizer's files, got none; name another tokenizer")
         return Choice(described, [])
 

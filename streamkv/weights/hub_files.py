@@ -14,15 +14,17 @@ from typing import NamedTuple
 
 from ..errors import ModelLoadError
 from ..files import read_object
+from ..text.tokenizer_files import TOKENIZER_FILES
 
-SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")  # the first that is there
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 # What says of a model how it is built, how its text becomes tokens, and how it wants to be sampled.
 _DESCRIPTIONS = frozenset(
     (
         *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-        *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
-        *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+        *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+        *TOKENIZER_FILES,
+        INDEX_FILE,
     )
 )
 # The end of a .gguf file's name tells its format: "….Q4_K_M.gguf", "…-UD-Q4_K_XL.gguf".
@@ -54,7 +56,7 @@ def choose_files(names: Collection[str], *, quant: str = "", file: str = "") -> 
     ModelLoadError without any."""
     if file or quant:
         return Choice([], [_named_gguf(names, file) if file else _gguf_of(names, quant)])
-    safetensors = [name for name in SAFETENSORS if name in names][:1]
+    safetensors = safetensors_of(names)
     if safetensors and "config.json" in names:
         return Choice(descriptions_of(names), safetensors)
     if any(map(is_gguf, names)):
@@ -63,29 +65,35 @@ def choose_files(names: Collection[str], *, quant: str = "", file: str = "") -> 
 
 
 def descriptions_of(names: Iterable[str]) -> list[str]:
-    return sorted(filter(is_description, names))
+    """Those of a checkpoint in Hugging Face format that aren't weights."""
+    return sorted(_DESCRIPTIONS.intersection(names))
 
 
-def is_description(name: str) -> bool:
-    """Whether it is of a checkpoint in Hugging Face format, and no weights."""
-    return name in _DESCRIPTIONS or name == SAFETENSORS[0]
+def safetensors_of(names: Collection[str]) -> list[str]:
+    """The index, else the single file; empty if there is neither."""
+    return [name for name in (INDEX_FILE, SINGLE_FILE) if name in names][:1]
 
 
 def with_shards(weights: list[str], folder: Path) -> list[str]:
     """The weights, with the shards that an index in the folder names. ModelLoadError."""
-    if weights != [SAFETENSORS[0]]:
+    if weights != [INDEX_FILE]:
         return weights
-    index = folder / SAFETENSORS[0]
+    return [*weights, *sorted(set(read_weight_map(folder).values()))]
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """Tensor → shard, as the folder's index has them. ModelLoadError."""
+    index = folder / INDEX_FILE
     weight_map = read_object(index).get("weight_map")
-    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not shards or not all(
-        isinstance(shard, str) and shard == PurePosixPath(shard).name for shard in shards
+    if not (weight_map and isinstance(weight_map, dict)) or not all(
+        isinstance(shard, str) and shard == PurePosixPath(shard).name and shard.isprintable()
+        for shard in weight_map.values()
     ):
         raise ModelLoadError(
             f"{index}: expected weight_map to map tensor names to file names; the checkpoint is "
             "broken: get another one"
         )
-    return [*weights, *sorted(set(shards))]
+    return weight_map
 
 
 # --- GGUF ------------------------------------------------------------------------------------
@@ -158,7 +166,7 @@ def _gguf_of(names: Collection[str], quant: str) -> str:
     if quant:
         raise ModelLoadError(f"it has no .gguf file of {quant}; it has {_some(models)}")
     raise ModelLoadError(
-        f"it has no .gguf file of a format that is read here ({', '.join(_PREFERRED[:1])}, …): "
+        f"it has no .gguf file of a format that is read here ({_PREFERRED[0]}, …): "
         f"{_some(models)}; find a repository of the same model that has one"
     )
 

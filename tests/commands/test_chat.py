@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from continuation import continued_text
 from fakes import FakeRunner
 from tiny import tiny_tokenizer
 
@@ -155,22 +156,11 @@ def test_a_message_too_long_leaves_the_conversation_as_it_was():
 
 def transformers_answers(folder, messages: list[str], num_tokens: int) -> list[str]:
     """What `transformers` says to these messages, one after another."""
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder)
-    told: list[dict[str, str]] = [{"role": "system", "content": "be brief"}]
-    answers = []
+    told = [{"role": "system", "content": "be brief"}]
     for message in messages:
         told.append({"role": "user", "content": message})
-        inputs = tokenizer.apply_chat_template(
-            told, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        output = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
-        new = output[0, inputs["input_ids"].shape[1] :]
-        answers.append(tokenizer.decode(new, skip_special_tokens=True))
-        told.append({"role": "assistant", "content": answers[-1]})
-    return answers
+        told.append({"role": "assistant", "content": continued_text(folder, told, num_tokens)})
+    return [one["content"] for one in told if one["role"] == "assistant"]
 
 
 def test_lines_of_a_pipe_are_turns_answered_as_transformers_does(checkpoint, monkeypatch, capsys):

@@ -10,26 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from continuation import continued_text
 
 from streamkv.cli import main
 
 PROMPTS = ["the quick brown fox", "what is the answer", "over"]
 GREEDY = ["--temperature", "0", "--dtype", "float32"]
-
-
-def expected(folder: Path, prompt: str, num_tokens: int, *, chat: bool = False) -> str:
-    """What `transformers` continues it with."""
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder)
-    if chat:
-        message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)
-    new = output[0, inputs["input_ids"].shape[1] :]
-    return tokenizer.decode(new, skip_special_tokens=True)
 
 
 def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
@@ -40,7 +26,7 @@ def test_texts_come_in_the_order_of_the_prompts(checkpoint, capsys):
     asked = ["--model", str(checkpoint), *GREEDY, "--max-tokens", "12"]
     # One waits at most: the third prompt is sent when the first is done.
     assert main(["generate", *PROMPTS, *asked, "--max-num-queued-reqs", "1"]) == 0
-    texts = [expected(checkpoint, prompt, 12) for prompt in PROMPTS]
+    texts = [continued_text(checkpoint, prompt, 12) for prompt in PROMPTS]
     assert capsys.readouterr().out == "---\n".join(f"{text}\n" for text in texts)
 
 
@@ -49,7 +35,8 @@ def test_lines_of_json_say_what_came_of_each_prompt(checkpoint, capsys):
     assert main(["generate", *PROMPTS, *asked, "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == PROMPTS
-    assert [line["text"] for line in lines] == [expected(checkpoint, p, 12) for p in PROMPTS]
+    texts = [continued_text(checkpoint, prompt, 12) for prompt in PROMPTS]
+    assert [line["text"] for line in lines] == texts
     assert {line["finish_reason"] for line in lines} <= {"length", "stop"}
     assert all(line["num_prompt_tokens"] > 0 for line in lines)
 
@@ -59,7 +46,8 @@ def test_a_prompt_from_stdin_is_answered_as_a_message_with_chat(checkpoint, monk
     assert (
         main(["generate", "--model", str(checkpoint), *GREEDY, "--max-tokens", "9", "--chat"]) == 0
     )
-    text = expected(checkpoint, "the lazy dog – déjà vu", 9, chat=True)
+    message = {"role": "user", "content": "the lazy dog – déjà vu"}
+    text = continued_text(checkpoint, [message], 9)
     assert capsys.readouterr().out == f"{text}\n"
     pipe_in(monkeypatch, b"over")
     assert main(["generate", "the", "-", "--model", str(checkpoint), *GREEDY, "--json"]) == 0
@@ -89,7 +77,7 @@ def test_the_same_seed_gives_the_same_text(checkpoint, capsys):
         ([], b"", 1, "expected at least one token"),
         (["x", "", "y"], b"", 1, "prompt 2 of 3"),
         (["x", "z" * 4096, "--max-model-len", "64"], b"", 1, "prompt 2 of 2"),
-        (["x", "--model", "/nowhere/model.gguf"], b"", 1, "model"),
+        (["x", "--model", "/nowhere/model.gguf"], b"", 1, "gguf', which does not exist"),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 
+import torch
 from tiny import save_tiny_checkpoint, tiny_tokenizer
 
 from streamkv.cli import main
+from streamkv.runner import select
 
 
 def said_of(capsys, *arguments) -> dict[str, str]:
@@ -51,6 +53,15 @@ def test_it_says_that_the_kernels_have_no_such_heads(tmp_path, capsys):
     assert "kernels" not in said_of(capsys, tmp_path, "--ops", "reference")
     assert main(["generate", "the", "--model", str(tmp_path)]) == 1
     assert f"{tmp_path}: the native kernels can't run this model" in capsys.readouterr().err
+
+
+def test_where_auto_finds_a_gpu_it_says_nothing_of_kernels(tmp_path, capsys, monkeypatch):
+    save_tiny_checkpoint(tmp_path / "model", head_dim=24)
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(select, "CUDA_DEVICE_FILES", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "kernels" not in said_of(capsys, tmp_path / "model")
+    assert "kernels" in said_of(capsys, tmp_path / "model", "--device", "cpu")
 
 
 def test_it_says_that_the_context_ends_where_a_window_would_begin(tmp_path, capsys):

@@ -76,8 +76,8 @@ def oracle(runner: FakeRunner, prompt: Sequence[int], num: int, **options: Any) 
 
 
 def scheduler_of(engine: AsyncEngine) -> Scheduler:
-    (loop,) = engine._loops.values()
-    return loop.scheduler
+    assert engine._loop is not None
+    return engine._loop.scheduler
 
 
 async def until(condition: Callable[[], bool]) -> None:

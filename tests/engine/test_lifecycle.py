@@ -23,6 +23,7 @@ from engine.support import (
     oracle,
     read,
     run,
+    scheduler_of,
     until,
     until_idle,
 )
@@ -219,12 +220,11 @@ def test_the_device_is_kept_one_step_ahead(async_scheduling, expected):
 
     async def main() -> None:
         async with make_engine(runner, async_scheduling=async_scheduling) as engine:
-            (loop,) = engine._loops.values()
             async with engine.generate(PROMPT, greedy(max_tokens=10)) as stream:
                 for _ in range(5):
                     gate.release()
                     await anext(stream)
-                    assert loop.scheduler.num_in_flight_steps == expected
+                    assert scheduler_of(engine).num_in_flight_steps == expected
                 gate.release(5)
                 await read(stream)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import torch
+from continuation import continued_ids
 from engine.support import TOKENIZER, greedy, run, until_idle
 from tiny import save_tiny_checkpoint
-from transformers import AutoModelForCausalLM
 
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.errors import ModelLoadError
@@ -18,13 +17,7 @@ PROMPTS = ["the quick brown fox", "user", "what is the answer to this question",
 
 def test_an_engine_loads_a_folder_and_answers_as_transformers_does(tmp_path):
     save_tiny_checkpoint(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([TOKENIZER.encode(prompt)])
-        with torch.no_grad():
-            output = model.generate(ids, max_new_tokens=8, do_sample=False)
-        expected.append(output[0, ids.shape[1] :].tolist())
+    expected = [continued_ids(tmp_path, prompt, 8) for prompt in PROMPTS]
 
     async def main() -> None:
         options = {"dtype": "float32", "num_gpu_blocks_override": 64, "ops": "reference"}

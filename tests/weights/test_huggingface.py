@@ -85,6 +85,13 @@ def unplug(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
 
 
+def downloading_program() -> subprocess.Popen[bytes]:
+    code = (
+        "from streamkv.weights.hub import resolve_checkpoint; resolve_checkpoint('org/tiny-GGUF')"
+    )
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
 # --- what is fetched -------------------------------------------------------------------------
 
 
@@ -95,7 +102,7 @@ def test_a_model_is_fetched_once_without_what_is_not_read(hub: FakeHub, tmp_path
     assert names_in(checkpoint.path) == {*DESCRIPTIONS, *WEIGHTS}
     assert (checkpoint.path / SHARDS[1]).read_bytes() == WEIGHTS[SHARDS[1]]
     assert {path.name for path in checkpoint_files(checkpoint)} == {*DESCRIPTIONS, *WEIGHTS}
-    assert stages <= {"downloading org/tiny"}
+    assert stages == {"downloading org/tiny"}
     # the cache is the library's own, as other programs know it
     commit = commit_of(hub.repos["org/tiny"]["main"])
     assert checkpoint.path == tmp_path / f"home/hub/models--org--tiny/snapshots/{commit}"
@@ -133,6 +140,18 @@ def test_a_tokenizer_is_fetched_without_weights(hub: FakeHub) -> None:
     assert names_in(tokenizer.path) == set(DESCRIPTIONS) - {"model.safetensors.index.json"}
     with pytest.raises(ModelLoadError, match="org/tiny-GGUF: expected a tokenizer's files"):
         resolve_tokenizer("org/tiny-GGUF")
+
+
+@pytest.mark.parametrize("name", ["spiece.model", "sentencepiece.bpe.model", "tekken.json"])
+def test_a_tokenizer_may_be_one_file_of_an_older_format(hub: FakeHub, name: str) -> None:
+    hub.repos["org/words"] = {"main": {"config.json": b"{}", name: b"words"}}
+    assert (resolve_tokenizer("org/words").path / name).read_bytes() == b"words"
+
+
+def test_what_only_describes_a_tokenizer_is_none(hub: FakeHub) -> None:
+    hub.repos["org/words"] = {"main": {"tokenizer_config.json": b"{}"}}
+    with pytest.raises(ModelLoadError, match="org/words: expected a tokenizer's files"):
+        resolve_tokenizer("org/words")
 
 
 def test_a_revision_is_a_branch_or_a_commit(hub: FakeHub) -> None:
@@ -313,10 +332,7 @@ def test_what_progress_raises_ends_the_download_at_once_and_leaves_nothing_half(
 
 def test_a_program_that_is_killed_takes_its_download_with_it(hub: FakeHub, tmp_path: Path) -> None:
     hub.stuck["tiny-Q4_K_M.gguf"] = 1
-    code = (
-        "from streamkv.weights.hub import resolve_checkpoint; resolve_checkpoint('org/tiny-GGUF')"
-    )
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
+    with downloading_program() as process:
         assert hub.is_stuck.wait(20)
         process.kill()
     assert hub.hung_up.wait(20)
@@ -327,10 +343,7 @@ def test_what_a_killed_download_has_left_is_removed_by_the_next_one(
     hub: FakeHub, tmp_path: Path
 ) -> None:
     hub.stuck["tiny-Q4_K_M.gguf"] = 1
-    code = (
-        "from streamkv.weights.hub import resolve_checkpoint; resolve_checkpoint('org/tiny-GGUF')"
-    )
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
+    with downloading_program() as process:
         assert hub.is_stuck.wait(20)
         (alive,) = useless_parts(tmp_path)
         stale = alive.with_name(f"{'0' * 64}.01234567.incomplete")

