@@ -37,7 +37,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     _warn_if_open(server_config)
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
     with _listen(server_config) as listener:
-        # Before there is a loop, as it takes long: a Ctrl-C meanwhile would cancel what has begun.
+        # Before there is a loop, as it takes long.
         from ..engine.async_engine import AsyncEngine
         from ..engine.background import new_event_loop
         from ..server.serving import Server
@@ -46,7 +46,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         server = Server(engine, server_config)
         port = listener.getsockname()[1]
         logger.info("streamkv %s: %s", __version__, http_url(server_config.bind_host, port))
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        # The server's own handlers from the start: a Ctrl-C would cancel what has just begun.
+        with server.capture_signals(), asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(run_server(server, engine, listener))
 
 
