@@ -126,10 +126,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1 << 20,
-            description="GiB of host memory that preempted sequences may be moved to; nothing is "
-            "moved yet, they are computed again",
+            description="GiB of host memory for KV blocks that don't fit: of preempted sequences, "
+            "and of prefixes",
         ),
     ] = 0.0
+    preemption_mode: Annotated[
+        Literal["auto", "swap", "recompute"],
+        Meta(
+            description="what becomes of a preempted sequence's KV: swap moves it to --swap-space, "
+            "recompute gives it up, auto is what costs less by measurement"
+        ),
+    ] = "auto"
+    kv_cache_dir: Annotated[
+        str, Meta(description="folder that keeps prefixes over restarts (default: none)")
+    ] = ""
+    kv_cache_disk: Annotated[
+        float, Meta(gt=0, le=1 << 20, description="GiB that kv_cache_dir may take")
+    ] = 8.0
+    kv_cache_memory: Annotated[
+        float,
+        Meta(ge=0, le=1 << 20, description="GiB for KV blocks (0: planned from what is free)"),
+    ] = 0.0
+    session_memory: Annotated[
+        float,
+        Meta(ge=0, le=1, description="share of the KV blocks that sessions may keep"),
+    ] = 0.25
     num_gpu_blocks_override: Annotated[
         int, Meta(ge=0, description="KV blocks, whatever the memory (0: planned)")
     ] = 0

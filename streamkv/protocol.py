@@ -14,7 +14,7 @@ import enum
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -26,6 +26,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 128
+MAX_BEAM_WIDTH = 64
 
 
 class FinishReason(enum.StrEnum):
@@ -41,11 +42,6 @@ class OtherSamplingParams(msgspec.Struct, kw_only=True):
     They may be given as long as they ask for nothing: their default, None or empty.
     """
 
-    use_beam_search: bool | None = False
-    length_penalty: float | None = 1.0
-    early_stopping: bool | str | None = False
-
-    best_of: int | None = 1
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_start: int | None = None
@@ -89,6 +85,10 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
     """
 
     n: int = 1
+    best_of: int | None = None  # sequences to compute, of which the n most likely are given
+    use_beam_search: bool = False  # then best_of, or n, is the width
+    length_penalty: float = 1.0  # beams: log-probability / length ** length_penalty is the score
+    early_stopping: bool | str = False  # beams: as in transformers, "never" included
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = no limit
@@ -118,6 +118,8 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
     def __post_init__(self) -> None:
         OtherSamplingParams.__post_init__(self)
         self.n = _whole("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None:
+            self.best_of = _whole("best_of", self.best_of, self.n, MAX_CHOICES)
         self.temperature = _number("temperature", self.temperature, 0.0, 100.0)
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
         self.top_k = _whole("top_k", self.top_k, -1, 2**31 - 1)
@@ -136,6 +138,12 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
         if self.logprobs is not None:
             self.logprobs = _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_lists()
+        self._check_beams()
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are computed for one prompt: choices, candidates of best_of, or beams."""
+        return self.best_of or self.n
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
@@ -148,6 +156,30 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
     def clone(self, **changes: Any) -> Self:
         """A copy that shares nothing that can be changed; `changes` are fields of it."""
         return msgspec.structs.replace(self, **changes)
+
+    def _check_beams(self) -> None:
+        """Beams are ranked by the model's own log-probabilities: nothing else may choose tokens."""
+        self.use_beam_search = bool(self.use_beam_search)
+        if self.length_penalty is None:
+            self.length_penalty = 1.0
+        if self.early_stopping is None:
+            self.early_stopping = False
+        self.length_penalty = _number("length_penalty", self.length_penalty, -100.0, 100.0)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                f'early_stopping: expected true, false or "never", got {self.early_stopping!r:.100}',
+                param="early_stopping",
+            )
+        if not self.use_beam_search:
+            return
+        _whole("best_of", self.num_sequences, 1, MAX_BEAM_WIDTH)
+        for name, neutral in _NEUTRAL_FOR_BEAMS.items():
+            if getattr(self, name) not in neutral:
+                raise InvalidRequestError(
+                    f"{name}: expected {neutral[0]!r} with use_beam_search, which takes the most "
+                    f"likely tokens, got {getattr(self, name)!r:.100}; leave it out",
+                    param=name,
+                )
 
     def _check_lists(self) -> None:
         """Check what has several items, and keep copies."""
@@ -173,6 +205,20 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
         self.stop = _few("stop", stop, MAX_STOP_STRINGS, "strings")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequestError("stop: expected non-empty strings", param="stop")
+
+
+_NEUTRAL_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "stop": ((),),
+}
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
@@ -214,7 +260,7 @@ def _few(name: str, items: Any, limit: int, what: str) -> tuple[Any, ...]:
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One accepted prompt. Its `sampling.n` choices are one Sequence each."""
+    """One accepted prompt, computed as `sampling.num_sequences` Sequences."""
 
     request_id: str
     model: str
@@ -225,6 +271,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float = 0.0  # the engine's monotonic clock
     priority: int = 0  # lower runs first; ties by arrival
     cache_salt: str = ""  # prefix blocks are shared only between equal salts
+    session_id: str = ""  # whose blocks to keep when it ends; "" = nobody's
+    session_ttl_s: float = 0.0  # for how long
 
 
 # --- the device border -----------------------------------------------------------------------
@@ -235,6 +283,14 @@ class Ask(enum.IntEnum):
 
     NONE = 0  # compute KV only
     SAMPLE = 1  # sample the token after the last position
+
+
+class CopyKind(enum.IntEnum):
+    """From where to where a copy goes; each moves one whole block, all layers."""
+
+    BLOCK = 0  # block to block
+    OUT = 1  # block to host slot
+    IN = 2  # host slot to block
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -261,8 +317,13 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids.update(eos_token_ids)
+        num_logprobs = -1 if params.logprobs is None else params.logprobs
+        if params.use_beam_search:  # the most likely tokens are all that is wanted of the device
+            num_logprobs = max(num_logprobs, 2 * params.num_sequences)
+        elif params.num_sequences > params.n:  # candidates are ranked by their log-probabilities
+            num_logprobs = max(num_logprobs, 0)
         return cls(
-            temperature=params.temperature,
+            temperature=0.0 if params.use_beam_search else params.temperature,
             top_p=params.top_p,
             top_k=max(params.top_k, 0),
             min_p=params.min_p,
@@ -272,7 +333,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
             seed=request.seed,
             choice=choice,
             min_tokens=params.min_tokens,
-            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            num_logprobs=num_logprobs,
             min_tokens_stop_ids=pack_ints(sorted(stop_ids) if params.min_tokens else ()),
             bias_ids=pack_ints(params.logit_bias),
             bias_values=array("f", params.logit_bias.values()).tobytes(),
@@ -295,7 +356,11 @@ class RowAdded(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step, as changes: apply removed, then added, then appended, then make the copies, then
-    run `scheduled`.
+    run `scheduled`. One without `scheduled` makes its copies only.
+
+    A copy's number is in `copies_done` or `copies_failed` of exactly one output: this step's or a
+    later one's. If this step's output has an `error`, those of its copies that are in neither have
+    failed.
 
     A row scheduled with (start, count) computes the KV of positions start .. start+count-1 from
     its token ids; positions past what the host sent are tokens the device sampled itself. A row
@@ -307,7 +372,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     added: tuple[RowAdded, ...]
     appended: bytes  # int32 [n, 2]: (row, block_id), appended to the row's table in this order
     scheduled: bytes  # int32 [n, 4]: (row, start, count, Ask), batch order; count >= 1
-    copies: bytes = b""  # int32 [n, 2]: (source block, target block), whole blocks, in this order
+    copies: bytes = b""  # int32 [n, 4]: (number, CopyKind, source, target), made in this order
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -328,6 +393,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failed: bytes = b""  # int32 [n]: places in `sampled` whose logits were not finite; no tokens
     error: str = ""  # not empty: nothing was sampled; the rows of this step are lost
     duration_s: float = 0.0
+    copies_done: bytes = b""  # int32 [n]: numbers of copies that are made
+    copies_failed: bytes = b""  # int32 [n]: of copies that never will be
+    copies_s: float = 0.0  # what the copies took of duration_s
 
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,10 +411,59 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     weight_bytes: int
     ops: str  # which implementation serves each op, one line
+    num_host_slots: int = 0  # blocks that host memory holds besides; ids are 0 .. num_host_slots-1
+    block_bytes: int = 0  # what one copy moves
+    copy_block_s: float = 0.0  # measured at load: one block to host memory or back
+    token_s: float = 0.0  # measured at load: computing one token of a long prompt
+
+
+class StoredBlock(NamedTuple):
+    """A block on disk: KV of `token_ids` after the prefix that `parent` stands for."""
+
+    record: int  # where it lies; the store knows
+    digest: bytes  # of the prefix that ends with it (core.prefix_tree)
+    parent: bytes  # of the prefix before it
+    token_ids: bytes  # int32 [block_size]
+
+
+class StoreOp(NamedTuple):
+    """One block to write from a host slot to disk, or to read back."""
+
+    number: int
+    slot: int
+    block: StoredBlock  # of a write, `record` is -1
+    is_write: bool
+
+
+class StoreResult(NamedTuple):
+    """The end of a StoreOp. `record` is where a written block lies; -1 if it isn't written."""
+
+    number: int
+    ok: bool  # of a read: the slot holds what was asked for, compared and checksummed
+    record: int = -1
+    dropped: tuple[int, ...] = ()  # records that are gone, to make room
+
+
+class BlockStore(Protocol):
+    """Blocks on disk. No method but `close` waits for the disk."""
+
+    def index(self) -> Iterable[StoredBlock]:
+        """What was there when it was opened, parents first."""
+
+    def submit(self, op: StoreOp) -> None:
+        """Begin; its result comes in the order submitted."""
+
+    def on_result(self, callback: Callable[[StoreResult], None]) -> None:
+        """Call this with each result, on the store's own thread. Before the first `submit`."""
+
+    def close(self) -> None:
+        """Finish the writes that were submitted, drop the reads. Idempotent."""
 
 
 class Runner(Protocol):
     """The device side. Every method is called on the device thread."""
+
+    store: BlockStore | None  # over the host slots, from `load` until `close`; any thread
 
     def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
         """Load weights, plan and take KV memory. `progress(stage, fraction)`. ModelLoadError."""
