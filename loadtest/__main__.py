@@ -16,20 +16,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+from .arguments import at_least, folder, positive, server_url
+from .failures import named
 from .loops import Send, closed_loop, open_loop
 from .sse_client import stream_sse
-from .stream import RequestFailed, Stream
+from .stream import RequestFailed, Stream, rounded
 from .transformers_baseline import SequentialTransformers
 from .workload import Workload
 from .ws_client import ResponsesSocket
@@ -58,50 +57,6 @@ class Load(NamedTuple):
         if options.requests:
             return max(options.requests, self.concurrency)
         return max(2 * self.concurrency, 4) if self.concurrency else 32
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option: a whole number."""
-
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got {text!r}")
-        return value
-
-    return number
-
-
-def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
-    return value
-
-
-def server_url(text: str) -> str:
-    try:
-        url = urlsplit(text)
-        is_url = url.scheme == "http" and bool(url.hostname) and url.port != 0
-    except ValueError:  # of the port
-        is_url = False
-    if not is_url or url.path not in ("", "/") or url.query or url.fragment:
-        raise argparse.ArgumentTypeError(
-            f"not a URL of a server: {text!r}; expected one like http://127.0.0.1:8000"
-        )
-    return text
-
-
-def folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"folder not found: {text}")
-    return Path(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -221,25 +176,6 @@ async def run_round(
         return await closed_loop(send, prompts, load.concurrency)
 
 
-@contextmanager
-def named(url: str) -> Iterator[None]:
-    """What goes wrong with a server, as one RequestFailed that says which."""
-    try:
-        yield
-    except Exception as error:
-        errors = leaves(error)
-        if not all(isinstance(one, (RequestFailed, OSError, EOFError)) for one in errors):
-            raise
-        first, more = errors[0], f" ({len(errors)} requests failed)" if errors[1:] else ""
-        if isinstance(first, ConnectionResetError | BrokenPipeError | EOFError):
-            reason = f"the connection ended early: {first}"
-        elif isinstance(first, OSError):
-            reason = f"can't connect: {first}; start a server there first, or name another"
-        else:
-            reason = str(first)
-        raise RequestFailed(f"{url}: {reason}{more}") from None
-
-
 def measure(options: argparse.Namespace, workload: Workload) -> dict[str, dict[str, list[dict]]]:
     """Load → who → the figures of each round."""
     urls = [options.url, *([options.compare] if options.compare else [])]
@@ -318,22 +254,6 @@ def main() -> None:
         "rounds": rounded(rounds),
     }
     print(json.dumps(document, default=str))  # paths
-
-
-def rounded(value: Any) -> Any:
-    """The same with numbers of no more digits than a measurement has."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {key: rounded(one) for key, one in value.items()}
-    return [rounded(one) for one in value] if isinstance(value, list) else value
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions inside a group, however deep; or the one."""
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for one in error.exceptions for leaf in leaves(one)]
 
 
 if __name__ == "__main__":

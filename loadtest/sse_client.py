@@ -40,14 +40,34 @@ async def stream_sse(url: str, path: str, body: dict, api_key: str, due_s: float
     return result
 
 
+async def get(url: str, path: str) -> tuple[int, str]:
+    """Status and text of what GET gives. RequestFailed."""
+    target = urlsplit(url)
+    reader, writer = await asyncio.open_connection(target.hostname, target.port or 80)
+    try:
+        writer.write(
+            f"GET {path} HTTP/1.1\r\nHost: {target.netloc}\r\nConnection: close\r\n\r\n".encode()
+        )
+        status, chunked = await _read_head(reader)
+        parts = [part async for part in _body(reader, chunked)]
+        return status, b"".join(parts).decode(errors="replace")
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
 def _take(result: Stream, data: bytes) -> None:
     if data == b"[DONE]":
         return
     event = json.loads(data)
     if "error" in event:
         raise RequestFailed(str(event["error"]))
-    if any(_has_output(choice) for choice in event.get("choices", ())):
+    choices = event.get("choices", ())
+    if any(_has_output(choice) for choice in choices):
         result.event_s.append(time.monotonic())
+    for choice in choices:
+        if token_ids := choice.get("token_ids"):
+            result.token_ids.setdefault(choice.get("index", 0), []).extend(token_ids)
     if usage := event.get("usage"):
         result.prompt_tokens = usage["prompt_tokens"]
         result.completion_tokens = usage["completion_tokens"]

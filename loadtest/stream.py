@@ -6,8 +6,9 @@ Owns times and statistics; knows no transport. All times are seconds on the mono
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class RequestFailed(Exception):
@@ -24,6 +25,7 @@ class Stream:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    token_ids: dict[int, list[int]] = field(default_factory=dict)  # by choice, if asked for
 
     @property
     def first_event_s(self) -> float:
@@ -55,3 +57,12 @@ def summarize(streams: Sequence[Stream], elapsed_s: float) -> dict[str, float]:
         "prompt_tokens": statistics.median(stream.prompt_tokens for stream in streams),
         "cached_tokens": statistics.median(stream.cached_tokens for stream in streams),
     }
+
+
+def rounded(value: Any) -> Any:
+    """The same with numbers of no more digits than a measurement has."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list) else value

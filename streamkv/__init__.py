@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import EngineConfig, ServerConfig
     from .engine.async_engine import AsyncEngine
+    from .engine.beam_output import BeamSearchOutput, BeamSearchParams
     from .engine.llm import LLM
     from .engine.llm_prompts import TextPrompt, TokensPrompt
     from .engine.request_output import CompletionOutput, Logprob, RequestOutput
@@ -21,6 +22,8 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "AsyncEngine": "engine.async_engine",
+    "BeamSearchOutput": "engine.beam_output",
+    "BeamSearchParams": "engine.beam_output",
     "CompletionOutput": "engine.request_output",
     "EngineConfig": "config",
     "FinishReason": "protocol",
@@ -44,6 +47,8 @@ _NOT_HERE = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "FinishReason",

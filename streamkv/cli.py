@@ -16,6 +16,7 @@ import msgspec
 
 from . import __version__
 from .bench.options import (
+    BlocksConfig,
     InfoConfig,
     KernelsConfig,
     LatencyConfig,
@@ -280,6 +281,12 @@ def _bench_kernels(call: Call) -> int:
     return bench_tuning(options) if options.tune else bench_kernels(options)
 
 
+def _bench_blocks(call: Call) -> int:
+    from .bench.blocks import bench_blocks
+
+    return bench_blocks(call.options(BlocksConfig))
+
+
 def _bench_throughput(call: Call) -> int:
     from .bench.throughput import bench_throughput
 
@@ -346,6 +353,14 @@ BENCHMARKS: Mapping[str, Command] = {
         _bench_kernels,
         KernelsConfig,
         "every kernel, beside what the machine can do",
+        TABLE,
+        engine_fields=(),
+        operand="",
+    ),
+    "blocks": Command(
+        _bench_blocks,
+        BlocksConfig,
+        "the books of KV blocks: what they cost a step",
         TABLE,
         engine_fields=(),
         operand="",

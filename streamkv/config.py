@@ -121,6 +121,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="share of available memory that the KV cache may take")
     ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="bytes for KV blocks, as 8G (0: planned from what is free)",
+            extra={"also": ("kv_cache_memory",)},
+        ),
+    ] = 0
+    num_gpu_blocks_override: Annotated[
+        int, Meta(ge=0, description="KV blocks, whatever the memory (0: planned)")
+    ] = 0
     swap_space: Annotated[
         float,
         Meta(
@@ -128,6 +139,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             le=1 << 20,
             description="GiB of host memory for KV blocks that don't fit: of preempted sequences, "
             "and of prefixes",
+            extra={"also": ("kv_offloading_size",)},
         ),
     ] = 0.0
     preemption_mode: Annotated[
@@ -137,26 +149,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "recompute gives it up, auto is what costs less by measurement"
         ),
     ] = "auto"
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="reuse the KV of equal prompt beginnings")
+    ] = True
+    session_memory: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="share of the KV blocks that requests' sessions (session_id) may keep from "
+            "being evicted",
+        ),
+    ] = 0.25
     kv_cache_dir: Annotated[
         str, Meta(description="folder that keeps prefixes over restarts (default: none)")
     ] = ""
     kv_cache_disk: Annotated[
-        float, Meta(gt=0, le=1 << 20, description="GiB that kv_cache_dir may take")
+        float, Meta(gt=0, le=1 << 20, description="GiB that --kv-cache-dir may take")
     ] = 8.0
-    kv_cache_memory: Annotated[
-        float,
-        Meta(ge=0, le=1 << 20, description="GiB for KV blocks (0: planned from what is free)"),
-    ] = 0.0
-    session_memory: Annotated[
-        float,
-        Meta(ge=0, le=1, description="share of the KV blocks that sessions may keep"),
-    ] = 0.25
-    num_gpu_blocks_override: Annotated[
-        int, Meta(ge=0, description="KV blocks, whatever the memory (0: planned)")
-    ] = 0
-    enable_prefix_caching: Annotated[
-        bool, Meta(description="reuse the KV of equal prompt beginnings")
-    ] = True
     async_scheduling: Annotated[
         bool, Meta(description="send the next step while one runs (overlap depth 1)")
     ] = True
@@ -210,6 +220,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 "served_model_name (--served-model-name): expected a name, got an empty one; "
                 "leave it out to serve the model under its own"
+            )
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError(
+                "preemption_mode (--preemption-mode): swap needs host memory, got none; give it "
+                "some by --swap-space"
+            )
+        if self.kv_cache_dir and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_cache_dir (--kv-cache-dir): expected prefix caching, which is off; leave out "
+                "one of --kv-cache-dir and --no-enable-prefix-caching"
             )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (size := getattr(self, name)) != 1:

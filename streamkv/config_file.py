@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .errors import ConfigError
-from .fields import Field, fields_of, guess
+from .fields import Field, by_all_names, guess
 
 MAX_BYTES = 1 << 20  # whatever has more is no list of options, and may never end
 
@@ -35,7 +35,9 @@ def read_config_file(
 ) -> ConfigFile:
     """The file's values of these Structs' fields. Values of `others`, names without a field, are
     only checked, by `check`. ConfigError."""
-    known = {field.name: field for one in config_types for field in fields_of(one)}
+    known: dict[str, Field] = {}
+    for one in config_types:
+        known |= by_all_names(one)
     names = {*known, *others}
     values: dict[str, Any] = {}
     unused: dict[str, Any] = {}
@@ -43,8 +45,9 @@ def read_config_file(
         name = key.replace("-", "_")
         if name not in names:
             raise ConfigError(f"{path}: {_unknown(key, value, known)}")
+        name = known[name].name if name in known else name
         if name in values or name in unused:
-            raise ConfigError(f"{path}: {key} is set twice, with - and with _; keep one of them")
+            raise ConfigError(f"{path}: {key} is set twice, under two names; keep one of them")
         if name in known:
             values[name] = known[name].parse(value, f"{path}: {key}")
         else:

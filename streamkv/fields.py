@@ -1,8 +1,9 @@
 """What the fields of a config Struct say, and values of them: types, ranges, choices, spellings.
 
-Knows no particular option. A field may name other spellings of its values and a short flag, in
-`Meta(extra={"same": {"float": "float32"}, "short": "-tp"})`; its "advice" is what to do instead of
-giving another choice. Invariant: what `parse` returns has the field's type and lies in its range.
+Knows no particular option. A field may name other spellings of its values, a short flag and other
+names of itself, in `Meta(extra={"same": {"float": "float32"}, "short": "-tp", "also": ("tp",)})`;
+its "advice" is what to do instead of giving another choice. Invariant: what `parse` returns has the
+field's type and lies in its range.
 """
 
 from __future__ import annotations
@@ -38,10 +39,16 @@ class Field(NamedTuple):
     same: Mapping[str, Any]  # other spellings of a value
     short: str  # -tp
     advice: str  # what to do instead of giving another choice
+    also: tuple[str, ...]  # its other names: kv_offloading_size
 
     @property
     def flag(self) -> str:
         return flag_of(self.name)
+
+    @property
+    def flags(self) -> list[str]:
+        """All that set it, the short one first."""
+        return [*filter(None, (self.short,)), self.flag, *map(flag_of, self.also)]
 
     @property
     def variable(self) -> str:
@@ -145,6 +152,11 @@ def fields_of(config_type: type[msgspec.Struct]) -> tuple[Field, ...]:
     return tuple(_field(one, hints[one.name]) for one in msgspec.structs.fields(config_type))
 
 
+def by_all_names(config_type: type[msgspec.Struct]) -> dict[str, Field]:
+    """The options of a config Struct by their names, the other ones included."""
+    return {name: field for field in fields_of(config_type) for name in (field.name, *field.also)}
+
+
 def check_fields(config: msgspec.Struct) -> None:
     """Give every field the value that was meant. To be called when the Struct is constructed.
     ConfigError names the field and its flag."""
@@ -184,6 +196,7 @@ def _field(field: msgspec.structs.FieldInfo, hint: Any) -> Field:
         same=extra.get("same", {}),
         short=extra.get("short", ""),
         advice=extra.get("advice", ""),
+        also=extra.get("also", ()),
     )
 
 

@@ -93,7 +93,7 @@ def add_flags(
                 options |= {"action": TakeSeveral, "field": field, "operand": operand}
             elif field.repeats:
                 options["action"] = "append"
-        group.add_argument(*filter(None, (field.short, field.flag)), **options)
+        group.add_argument(*field.flags, **options)
 
 
 def add_hidden_flags(

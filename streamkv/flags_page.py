@@ -72,7 +72,7 @@ def _table(title: str, config_type: type[msgspec.Struct]) -> str:
 
 
 def _row(field: Field) -> str:
-    flags = ", ".join(f"`{name}`" for name in (field.flag, field.short) if name)
+    flags = ", ".join(f"`{name}`" for name in dict.fromkeys([field.flag, *field.flags]))
     cells = (flags, _taken(field), _default(field), field.help, f"`{field.variable}`")
     return f"| {' | '.join(cells)} | `{field.key}` |\n"
 

@@ -32,7 +32,14 @@ from .runner.cost import describe
 from .runner.cpu_model import DTYPES, effective_quantization, kv_dtype_of, load_cpu_model
 from .runner.formats import ModelFormats
 from .runner.inputs import resolve_inputs
-from .runner.kv_cache import MemoryShare, kv_token_bytes, plan_kv_cache
+from .runner.kv_cache import (
+    CPU_LIMIT_BYTES,
+    MemoryShare,
+    available_memory_bytes,
+    format_bytes,
+    kv_token_bytes,
+)
+from .runner.kv_plan import plan_kv_cache, plan_memory
 from .runner.native_limits import check_native
 from .runner.program import ProgramSpec
 from .runner.recorder import Recorder, build_program
@@ -58,7 +65,9 @@ def print_info(engine_config: EngineConfig, options: InfoConfig, given: Containe
         options = fitting(options, given, max_model_len)
         check_steps(options, max_model_len)
     said = facts(checkpoint, model, formats, engine_config)
-    said |= {} if on_torch else native_facts(model, formats)
+    if not on_torch:
+        said |= kv_facts(engine_config, model, formats)
+        said |= native_facts(model, formats)
     said |= text_facts(checkpoint, engine_config)
     for name, value in said.items():
         print(f"{name:16} {value}")
@@ -113,7 +122,8 @@ def context_of(config: EngineConfig, model: ModelConfig) -> int:
     plan = plan_kv_cache(
         free_bytes=1 << 62,
         limit_bytes=None,
-        block_bytes=1,
+        kv_memory_bytes=config.kv_cache_memory_bytes,
+        block_bytes=config.block_size * kv_bytes_of(config, model),
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
@@ -121,6 +131,12 @@ def context_of(config: EngineConfig, model: ModelConfig) -> int:
         num_blocks_override=config.num_gpu_blocks_override,
     )
     return plan.max_model_len
+
+
+def kv_bytes_of(config: EngineConfig, model: ModelConfig) -> int:
+    """Of a token, in all layers."""
+    in_layer = kv_token_bytes(model.num_key_value_heads, model.head_dim, kv_dtype_of(config))
+    return model.num_hidden_layers * in_layer
 
 
 def fitting(options: InfoConfig, given: Container[str], max_model_len: int) -> InfoConfig:
@@ -142,9 +158,6 @@ def facts(
     config, parameters = model.config, list(model.parameters())
     num_parameters = sum(math.prod(parameter.shape) for parameter in parameters)
     kv_dtype = kv_dtype_of(engine_config)
-    kv_bytes = config.num_hidden_layers * kv_token_bytes(
-        config.num_key_value_heads, config.head_dim, kv_dtype
-    )
     num_bytes = packed_bytes(parameters, formats)
     heads = f"{config.num_attention_heads} heads / {config.num_key_value_heads} KV heads"
     cpu = load_extension(engine_config.threads)
@@ -161,10 +174,37 @@ def facts(
         "context": describe_context(engine_config, config),
         "weights": f"{num_bytes / 2**20:,.1f} MiB as {planned.weights}",
         "inputs": f"{planned.inputs} in products with them",
-        "KV cache": f"{kv_bytes:,} bytes a token as {kv_dtype}",
+        "KV cache": f"{kv_bytes_of(engine_config, config):,} bytes a token as {kv_dtype}",
         "threads": str(engine_config.threads or num_usable_cores()),
         "instruction set": f"{cpu.isa()}{also}",
         "tuning": tuning_in_use().describe(),
+    }
+
+
+def kv_facts(config: EngineConfig, model: CausalLM, formats: Formats) -> dict[str, str]:
+    """Where KV would be if it were loaded now, on the CPU, or what keeps it from that."""
+    share = MemoryShare(config, None)
+    try:
+        share.measure(available_memory_bytes)
+        share.reserve("weights", packed_bytes(list(model.parameters()), formats))
+        plan = plan_memory(
+            config,
+            model.config,
+            block_bytes=config.block_size * kv_bytes_of(config, model.config),
+            free_bytes=share.free_bytes,
+            limit_bytes=CPU_LIMIT_BYTES,
+        )
+    except ConfigError as error:
+        return {"KV blocks": f"serve would refuse: {error.message}"}
+    num_tokens = plan.num_blocks * plan.block_size
+    host = f"{plan.num_host_slots:,} blocks ({format_bytes(plan.host_bytes)})"
+    disk = f"up to {config.kv_cache_disk:g} GiB in {config.kv_cache_dir}"
+    return {
+        "KV blocks": f"{plan.num_blocks:,} of {plan.block_size} tokens "
+        f"({format_bytes(plan.num_bytes)}): {num_tokens:,} tokens, "
+        f"{num_tokens / plan.max_model_len:,.1f} sequences of {plan.max_model_len:,}",
+        "KV host slots": host if plan.num_host_slots else "none: see --swap-space",
+        "KV on disk": disk if config.kv_cache_dir else "none: see --kv-cache-dir",
     }
 
 

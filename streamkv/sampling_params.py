@@ -1,5 +1,6 @@
-"""`SamplingParams`, where scripts for vLLM import it from."""
+"""How to generate, where scripts for vLLM import it from."""
 
+from .engine.beam_output import BeamSearchParams
 from .protocol import SamplingParams
 
-__all__ = ["SamplingParams"]
+__all__ = ["BeamSearchParams", "SamplingParams"]

@@ -14,11 +14,11 @@ from typing import Any
 
 from .protocol import RowAdded, RowLogprobs, RowSampling, StepInput, StepOutput
 
-_STEP_MAGIC = b"SKI1"  # the digit grows with each change of the layout
-_OUTPUT_MAGIC = b"SKO1"
+_STEP_MAGIC = b"SKI2"  # the digit grows with each change of the layout
+_OUTPUT_MAGIC = b"SKO2"
 _STEP_HEAD = struct.Struct("<4siq4i")
 _ADDED_HEAD = struct.Struct("<10iq6d")
-_OUTPUT_HEAD = struct.Struct("<4siqd4i")
+_OUTPUT_HEAD = struct.Struct("<4siqdd6i")
 _LOGPROBS_HEAD = struct.Struct("<iid")
 _NO_LOGPROBS = _LOGPROBS_HEAD.pack(-1, 0, 0.0)
 
@@ -27,7 +27,7 @@ def encode_step(step: StepInput) -> bytes:
     """The step as one message.
 
     offset
-    0       "SKI1"
+    0       "SKI2"
     4       int num_removed
     8       long step_id
     16      int num_added, num_appended, num_copies, num_scheduled
@@ -45,7 +45,7 @@ def encode_step(step: StepInput) -> bytes:
             step.step_id,
             len(step.added),
             len(step.appended) // 8,
-            len(step.copies) // 8,
+            len(step.copies) // 16,
             len(step.scheduled) // 16,
         ),
         step.removed,
@@ -98,7 +98,7 @@ def decode_step(data: bytes) -> StepInput:
     reader.check_magic(magic, _STEP_MAGIC)
     removed = reader.take(4 * num_removed)
     appended = reader.take(8 * num_appended)
-    copies = reader.take(8 * num_copies)
+    copies = reader.take(16 * num_copies)
     scheduled = reader.take(16 * num_scheduled)
     added = tuple(_decode_added(reader) for _ in range(num_added))
     reader.check_end()
@@ -134,12 +134,13 @@ def encode_output(output: StepOutput) -> bytes:
     """The output as one message.
 
     offset
-    0       "SKO1"
+    0       "SKO2"
     4       int num_sampled
     8       long step_id
-    16      double duration_s
-    24      int num_failed, num_logprobs (0 or num_sampled), error_bytes, 0
-    40      the arrays sampled, failed; then each entry of logprobs:
+    16      double duration_s, copies_s
+    32      int num_failed, num_logprobs (0 or num_sampled)
+    40      int num_copies_done, num_copies_failed, error_bytes, 0
+    56      the arrays sampled, failed, copies_done, copies_failed; then each entry of logprobs:
     + 0     int num_top (-1: the entry is None), rank
     + 8     double logprob
     + 16    the arrays top_ids, top_logprobs
@@ -152,13 +153,18 @@ def encode_output(output: StepOutput) -> bytes:
             len(output.sampled) // 4,
             output.step_id,
             output.duration_s,
+            output.copies_s,
             len(output.failed) // 4,
             len(output.logprobs),
+            len(output.copies_done) // 4,
+            len(output.copies_failed) // 4,
             len(error),
             0,
         ),
         output.sampled,
         output.failed,
+        output.copies_done,
+        output.copies_failed,
     ]
     for row in output.logprobs:
         if row is None:
@@ -173,15 +179,20 @@ def encode_output(output: StepOutput) -> bytes:
 def decode_output(data: bytes) -> StepOutput:
     """The inverse of `encode_output`. ValueError if it is not one output from end to end."""
     reader = _Reader("output", data)
-    magic, num_sampled, step_id, duration_s, num_failed, num_logprobs, error_bytes, _ = (
-        reader.numbers(_OUTPUT_HEAD)
-    )
+    magic, num_sampled, step_id, duration_s, copies_s, *counts = reader.numbers(_OUTPUT_HEAD)
+    num_failed, num_logprobs, num_copies_done, num_copies_failed, error_bytes, _ = counts
     reader.check_magic(magic, _OUTPUT_MAGIC)
     sampled, failed = reader.take(4 * num_sampled), reader.take(4 * num_failed)
+    copies_done, copies_failed = (
+        reader.take(4 * num_copies_done),
+        reader.take(4 * num_copies_failed),
+    )
     logprobs = tuple(_decode_logprobs(reader) for _ in range(num_logprobs))
     error = reader.take(error_bytes).decode("utf-8", "replace")
     reader.check_end()
-    return StepOutput(step_id, sampled, logprobs, failed, error, duration_s)
+    return StepOutput(
+        step_id, sampled, logprobs, failed, error, duration_s, copies_done, copies_failed, copies_s
+    )
 
 
 def _decode_logprobs(reader: _Reader) -> RowLogprobs | None:

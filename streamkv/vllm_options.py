@@ -2,7 +2,7 @@
 
 Owns, for each, the values that ask for what streamkv does anyway, and what to do instead of the
 others. Invariant: an option either changes nothing in what is answered, or is refused by name.
-Options that both have are fields of EngineConfig and ServerConfig.
+Options that both have are fields of EngineConfig and ServerConfig, some under several names.
 """
 
 from __future__ import annotations
@@ -159,15 +159,10 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     (
         "value",
         "0",
-        "weights and KV stay where they compute: leave it out",
-        "cpu_offload_gb kv_offloading_size",
+        "weights stay where they compute: leave it out; --swap-space is for KV",
+        "cpu_offload_gb",
     ),
-    (
-        "value",
-        "",
-        "--gpu-memory-utilization or --num-gpu-blocks-override sets the size of the KV cache",
-        "kv_cache_memory_bytes",
-    ),
+    ("value", "native", "--swap-space and --kv-cache-dir keep KV", "kv_offloading_backend"),
     (
         "switch",
         "true",
@@ -193,7 +188,6 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
         "requests of equal priority run in order of arrival",
         "scheduling_policy",
     ),
-    ("value", "recompute", "preempted sequences are computed again", "preemption_mode"),
     ("value", ANY, "prefixes are compared token by token", "prefix_caching_hash_algo"),
     ("switch", ANY, "int8 keys and values always have scales of their own", "calculate_kv_scales"),
     ("value", "1", "every token is sent when it is there", "stream_interval"),

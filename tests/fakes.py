@@ -1,20 +1,22 @@
 """Test doubles that obey the real protocols: a runner without a model, and its oracle.
 
-FakeRunner keeps its KV cache as (token, position) per slot. It writes what a step computes
-through the block table, reads the whole context back through it, and derives the next token from
-what it read. Any error in allocation, sharing, preemption or release changes the output, which
-`expected_tokens` says in a few lines; what can be recognised as wrong at once is also listed in
-`FakeRunner.violations`.
+FakeRunner keeps its KV cache as (token, position) for each place (FakeMemory). It writes what a
+step computes through the block table, reads the whole context back through it, and derives the next
+token from what it read. Any error in allocation, sharing, copying, preemption or release changes
+the output, which `expected_tokens` and `expected_beams` say in a few lines; what can be recognised
+as wrong at once is also listed in `FakeRunner.violations`.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
 import zlib
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+
+from fake_memory import EMPTY, FakeMemory, FakeStore
+from fake_model import expected_beams, expected_tokens, fake_logprobs, next_token
 
 from streamkv.protocol import (
     Ask,
@@ -28,65 +30,16 @@ from streamkv.protocol import (
     unpack_ints,
 )
 
+__all__ = [
+    "FakeRunner",
+    "FakeStore",
+    "expected_beams",
+    "expected_tokens",
+    "fake_logprobs",
+    "next_token",
+]
+
 GATE_DEADLINE_S = 60.0
-EMPTY = -1
-
-
-def next_token(
-    context_crc: int,
-    vocab_size: int,
-    *,
-    avoid: Collection[int] = (),
-    temperature: float = 0.0,
-    seed: int = 0,
-    choice: int = 0,
-) -> int:
-    """The token after a context with this CRC-32. Seed and choice count above temperature 0."""
-    if temperature > 0:
-        context_crc = zlib.crc32(struct.pack("=qi", seed, choice), context_crc)
-    token_id = context_crc % vocab_size
-    while token_id in avoid:
-        token_id = (token_id + 1) % vocab_size
-    return token_id
-
-
-def expected_tokens(
-    prompt_token_ids: Sequence[int],
-    num: int,
-    vocab_size: int,
-    *,
-    avoid: Collection[int] = (),
-    end_token_ids: Collection[int] = (),
-    min_tokens: int = 0,
-    temperature: float = 0.0,
-    seed: int = 0,
-    choice: int = 0,
-) -> list[int]:
-    """What FakeRunner answers to a prompt: at most `num` tokens, to the first of `end_token_ids`.
-
-    Sequential: it knows no blocks, batches or steps.
-    """
-    crc = zlib.crc32(pack_ints(prompt_token_ids))
-    output: list[int] = []
-    while len(output) < num and not (output and output[-1] in end_token_ids):
-        masked = {*avoid, *end_token_ids} if len(output) < min_tokens else avoid
-        token_id = next_token(
-            crc, vocab_size, avoid=masked, temperature=temperature, seed=seed, choice=choice
-        )
-        output.append(token_id)
-        crc = zlib.crc32(pack_ints((token_id,)), crc)
-    return output
-
-
-def fake_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> RowLogprobs:
-    """Logprobs that depend on the token only: it is the most likely one, its successors follow."""
-    logprob = -(1 + token_id % 7) / 8
-    return RowLogprobs(
-        logprob=logprob,
-        rank=1,
-        top_ids=pack_ints((token_id + i) % vocab_size for i in range(num_logprobs)),
-        top_logprobs=array("f", (logprob - i / 4 for i in range(num_logprobs))).tobytes(),
-    )
 
 
 @dataclass
@@ -104,6 +57,9 @@ class _Row:
 
 class FakeRunner:
     """Implements protocol.Runner. Used by one thread, except for `gate` and the counters.
+
+    `memory`: blocks and host slots; it says how to let copies fail or take their time.
+    `store`: a FakeStore, which gets this memory.
 
     `gate`: a Semaphore is acquired by each step, an Event waited for, before it begins.
     `fail_next`: not empty: the next step applies its changes, then fails with this message.
@@ -124,6 +80,11 @@ class FakeRunner:
         gate: threading.Semaphore | threading.Event | None = None,
         load_gate: threading.Event | None = None,
         load_error: Exception | None = None,
+        num_host_slots: int = 0,
+        copy_delay: int = 0,
+        copy_block_s: float = 0.0,
+        token_s: float = 0.0,
+        store: FakeStore | None = None,
     ) -> None:
         self.info = RunnerInfo(
             device="cpu",
@@ -136,6 +97,10 @@ class FakeRunner:
             kv_bytes_per_token=8,
             weight_bytes=0,
             ops="fake",
+            num_host_slots=num_host_slots,
+            block_bytes=8 * block_size,
+            copy_block_s=copy_block_s,
+            token_s=token_s,
         )
         self.avoid = frozenset(avoid)
         self.gate = gate
@@ -150,9 +115,12 @@ class FakeRunner:
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.rows: dict[int, _Row] = {}
-        # [num_blocks, block_size] each
-        self.kv_token_ids = [array("i", [EMPTY] * block_size) for _ in range(num_blocks)]
-        self.kv_positions = [array("i", [EMPTY] * block_size) for _ in range(num_blocks)]
+        self.memory = FakeMemory(
+            num_blocks, num_host_slots, block_size, self._violation, copy_delay=copy_delay
+        )
+        self.store = store
+        if store is not None:
+            store.attach(self.memory)
 
     # --- protocol.Runner ---------------------------------------------------------------------
 
@@ -179,19 +147,22 @@ class FakeRunner:
         failure, self.fail_next = self.fail_next, ""
         if step.step_id in self.fail_step_ids:
             failure = failure or f"step {step.step_id} was told to fail"
+        done, not_done = self._copy(step, fails=bool(failure))
         if failure:
             self._lose(scheduled)
-            return StepOutput(step_id=step.step_id, sampled=b"", error=failure)
+            return _failed_output(step, failure, done, not_done)
         sampled, logprobs, failed = self._compute(scheduled)
         if len(self.violations) > num_violations:
-            error = "; ".join(self.violations[num_violations:])
-            return StepOutput(step_id=step.step_id, sampled=b"", error=error)
+            return _failed_output(step, "; ".join(self.violations[num_violations:]), done, not_done)
         return StepOutput(
             step_id=step.step_id,
             sampled=pack_ints(sampled),
             logprobs=tuple(logprobs) if any(logprobs) else (),
             failed=pack_ints(failed),
             duration_s=0.001,
+            copies_done=pack_ints(done),
+            copies_failed=pack_ints(not_done),
+            copies_s=0.0001 * len(done),
         )
 
     def close(self) -> None:
@@ -232,6 +203,15 @@ class FakeRunner:
             num_prompt_tokens=added.num_prompt_tokens,
             sampling=added.sampling,
         )
+
+    def _copy(self, step: StepInput, *, fails: bool) -> tuple[list[int], list[int]]:
+        """The numbers of copies that ended with this step: done, and failed."""
+        waits = not step.scheduled
+        copies = list(_groups(step.copies, 4))
+        for block_id in self.memory.begin(step.step_id, copies, waits=waits, fails=fails):
+            for row in self.rows.values():
+                row.lost = row.lost or block_id in row.block_table
+        return self.memory.end(step.step_id, waits=waits)
 
     def _is_sound(self, row_id: int, start: int, count: int, ask: int) -> bool:
         row = self.rows.get(row_id)
@@ -293,17 +273,12 @@ class FakeRunner:
         for position in range(start, start + count):
             block_id = row.block_table[position // block_size]
             stored = row.token_ids[position] if token_id is None else token_id
-            self.kv_token_ids[block_id][position % block_size] = stored
-            self.kv_positions[block_id][position % block_size] = position
+            self.memory.write(block_id, position % block_size, stored, position)
 
     def _read_context(self, row: _Row, row_id: int, num_tokens: int) -> int:
         """CRC-32 of positions 0 .. num_tokens-1 as the cache has them."""
-        block_size = self.info.block_size
-        token_ids, positions = array("i"), array("i")
-        for block_id in row.block_table[: -(-num_tokens // block_size)]:
-            token_ids += self.kv_token_ids[block_id]
-            positions += self.kv_positions[block_id]
-        token_ids, positions = token_ids[:num_tokens], positions[:num_tokens]
+        block_ids = row.block_table[: -(-num_tokens // self.info.block_size)]
+        token_ids, positions = (places[:num_tokens] for places in self.memory.read(block_ids))
         if row.lost:
             return 0
         if positions != array("i", range(num_tokens)) or token_ids != row.token_ids[:num_tokens]:
@@ -327,6 +302,16 @@ class FakeRunner:
         )
         row.token_ids.append(token_id)
         return token_id
+
+
+def _failed_output(step: StepInput, error: str, done: list[int], not_done: list[int]) -> StepOutput:
+    return StepOutput(
+        step_id=step.step_id,
+        sampled=b"",
+        error=error,
+        copies_done=pack_ints(done),
+        copies_failed=pack_ints(not_done),
+    )
 
 
 def _groups(packed: bytes, size: int) -> Iterator[tuple[int, ...]]:

@@ -15,9 +15,9 @@ from fakes import FakeRunner
 from safetensors import safe_open
 from tiny import save_tiny_checkpoint, tiny_tokenizer
 
-from streamkv.bench import kernels, offline, peaks, profile, report, startup
+from streamkv.bench import blocks, kernels, offline, peaks, profile, report, startup
 from streamkv.bench.load import Load, closed_loop, measure
-from streamkv.bench.options import KernelsConfig, LoadConfig, OfflineConfig
+from streamkv.bench.options import BlocksConfig, KernelsConfig, LoadConfig, OfflineConfig
 from streamkv.bench.throughput import loads_of
 from streamkv.cli import main
 from streamkv.config import EngineConfig
@@ -90,7 +90,8 @@ def test_a_shared_prefix_is_found_in_the_cache_by_all_but_the_first():
 def test_no_round_finds_prompts_of_another():
     load = Load(2, 64, 2, 0, 4)
     _, rounds = with_engine(lambda engine: measure(engine, [load], 3, "seed"))
-    assert [one["cached_tokens"] for one in rounds[load.name]] == [0, 0, 0]
+    # Of 339 tokens some prompts begin with the same one or two.
+    assert all(one["cached_tokens"] <= 1 for one in rounds[load.name])
 
 
 def test_loads_are_all_combinations():
@@ -382,12 +383,12 @@ def test_info_counts_a_models_parameters_and_its_memory(checkpoint, capsys):
     with safe_open(checkpoint / "model.safetensors", "numpy") as file:
         count = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
     assert main(["info", str(checkpoint), "--dtype", "float32"]) == 0
-    said = dict(
-        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip()
-    )
+    lines = capsys.readouterr().out.splitlines()
+    said = {line[:16].strip(): line[17:] for line in lines if line.strip()}
     assert said["parameters"] == f"{count:,}"
     assert said["context"] == "256 tokens"
-    assert f"{2 * 2 * 2 * 16 * 4:,} bytes a token" in said["KV"]  # K and V, layers, heads, dim
+    num_bytes = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, dim
+    assert f"{num_bytes:,} bytes a token" in said["KV cache"]
 
 
 @pytest.mark.parametrize(
@@ -498,3 +499,43 @@ def test_options_out_of_range_name_their_flag(capsys):
     assert "--rounds" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         LoadConfig(input_len=(8,), shared_prefix_len=8)
+
+
+# --- the books of blocks -------------------------------------------------------------------------
+
+
+def test_the_books_of_blocks_are_timed_for_each_pool(capsys):
+    pools = ["--num-blocks", "200", "1000", "--sequences", "8", "--block-size", "4"]
+    assert main(["bench", "blocks", *pools, "--steps", "30", "--rounds", "2"]) == 0
+    got = last_line(capsys)
+    assert set(got["medians"]) == {"200 blocks", "1,000 blocks"} and got["target_us"] == 100
+    for rounds in got["rounds"].values():
+        assert len(rounds) == 2
+        for one in rounds:
+            assert all(one[f"{name} us"] >= 0 for name in blocks.OPERATIONS)
+            assert 0 < one["arrive us"] < one["step us"] <= one["99 % us"]
+
+
+def test_a_step_of_the_books_ends_the_oldest_sequence_and_finds_the_shared_prefix():
+    options = BlocksConfig(num_blocks=(400,), sequences=8, block_size=4)
+    books = blocks.Books(400, options)
+    kv, ends = books._kv, []
+    for _ in range(40):
+        oldest = books._running[0]
+        assert set(books.step()) == set(blocks.OPERATIONS)
+        ends.append(len(oldest.token_ids))
+        newest = books._running[-1]
+        assert len(books._running) == 8 and oldest not in books._running
+        shared = books._running[-2].block_table[: blocks.SHARED_BLOCKS]
+        assert newest.block_table[: blocks.SHARED_BLOCKS] == shared
+        assert len(newest.token_ids) == 4 * blocks.PROMPT_BLOCKS
+        for sequence in books._running:
+            assert len(sequence.block_table) == kv.num_blocks_for(sequence.num_computed_tokens)
+    assert set(ends) == {4 * blocks.PROMPT_BLOCKS + 8}
+    books.check()
+
+
+def test_a_pool_that_running_sequences_do_not_fit_in_is_one_line(capsys):
+    assert main(["bench", "blocks", "--num-blocks", "100"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "--num-blocks: expected at least 8448, which 256 sequences take, got 100" in line

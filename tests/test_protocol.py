@@ -11,6 +11,7 @@ import pytest
 from streamkv.errors import InvalidRequestError
 from streamkv.protocol import (
     Ask,
+    CopyKind,
     Request,
     RowAdded,
     RowLogprobs,
@@ -65,7 +66,7 @@ def whole_step() -> StepInput:
         added=(row, RowAdded(4, 1, pack_ints((8,)), b"", plain)),
         appended=pack_ints((3, 8)),
         scheduled=pack_ints((3, 0, 3, Ask.SAMPLE, 4, 0, 1, Ask.NONE)),
-        copies=pack_ints((8, 9, 10, 11)),
+        copies=pack_ints((2**31 - 1, CopyKind.OUT, 9, 10, 0, CopyKind.BLOCK, 11, 12)),
     )
 
 
@@ -81,6 +82,9 @@ def whole_output() -> StepOutput:
         failed=pack_ints((1,)),
         error="",
         duration_s=0.25,
+        copies_done=pack_ints((5, 2**31 - 1)),
+        copies_failed=pack_ints((6,)),
+        copies_s=0.125,
     )
 
 
@@ -88,7 +92,7 @@ EMPTY_STEP = StepInput(0, b"", (), b"", b"")
 OUTPUTS = [
     whole_output(),
     StepOutput(0, b""),
-    StepOutput(1, b"", error="kein Speicher für Größe 3\nmehr", duration_s=1e-9),
+    StepOutput(1, b"", error="kein Speicher für Größe 3\nmehr", copies_done=pack_ints((0,))),
 ]
 
 
@@ -105,11 +109,11 @@ def test_an_output_survives_being_written_to_bytes(output):
 def test_a_step_is_laid_out_as_documented():
     assert encode_step(whole_step()) == b"".join(
         (
-            b"SKI1",
+            b"SKI2",
             struct.pack("<iq4i", 3, 2**40, 2, 1, 2, 2),
             struct.pack("<3i", 3, 4, 5),
             struct.pack("<2i", 3, 8),
-            struct.pack("<4i", 8, 9, 10, 11),
+            struct.pack("<8i", 2**31 - 1, 1, 9, 10, 0, 0, 11, 12),
             struct.pack("<8i", 3, 0, 3, 1, 4, 0, 1, 0),
             # row 3
             struct.pack("<6i", 3, 2, 3, 1, 2, 2),
@@ -134,10 +138,12 @@ def test_a_step_is_laid_out_as_documented():
 def test_an_output_is_laid_out_as_documented():
     assert encode_output(whole_output()) == b"".join(
         (
-            b"SKO1",
-            struct.pack("<iqd4i", 3, 2**40, 0.25, 1, 3, 0, 0),
+            b"SKO2",
+            struct.pack("<iqdd6i", 3, 2**40, 0.25, 0.125, 1, 3, 2, 1, 0, 0),
             struct.pack("<3i", 7, 0, 9),
             struct.pack("<i", 1),
+            struct.pack("<2i", 5, 2**31 - 1),
+            struct.pack("<i", 6),
             struct.pack("<iid", 2, 2, -0.5),
             struct.pack("<2i2f", 8, 7, -0.25, -0.5),
             struct.pack("<iid", -1, 0, 0.0),
@@ -146,7 +152,7 @@ def test_an_output_is_laid_out_as_documented():
     )
     failed = StepOutput(1, b"", error="é")
     assert encode_output(failed) == (
-        b"SKO1" + struct.pack("<iqd4i", 0, 1, 0.0, 0, 0, 2, 0) + b"\xc3\xa9"
+        b"SKO2" + struct.pack("<iqdd6i", 0, 1, 0.0, 0.0, 0, 0, 0, 0, 2, 0) + b"\xc3\xa9"
     )
 
 
@@ -238,7 +244,6 @@ def test_a_sampling_value_out_of_range_is_an_error_that_names_the_field(field, v
 @pytest.mark.parametrize(
     ("field", "neutral", "value"),
     [
-        ("best_of", [1, None], 2),
         ("prompt_logprobs", [None], 0),
         ("bad_words", [None, []], ["x"]),
         ("allowed_token_ids", [None, []], [1]),
@@ -246,7 +251,6 @@ def test_a_sampling_value_out_of_range_is_an_error_that_names_the_field(field, v
         ("detokenize", [True], False),
         ("spaces_between_special_tokens", [True], False),
         ("extra_args", [None, {}], {"a": 1}),
-        ("use_beam_search", [False, None], True),
     ],
 )
 def test_vllm_fields_for_what_is_not_done_are_taken_at_values_that_ask_for_nothing(

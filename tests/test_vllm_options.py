@@ -10,6 +10,7 @@ import httpx
 import pytest
 from tiny import save_tiny_checkpoint
 
+from streamkv import LLM
 from streamkv.cli import main
 from streamkv.config import EngineConfig, ServerConfig
 from streamkv.errors import ConfigError
@@ -76,6 +77,21 @@ def test_a_token_is_refused_without_being_shown(capsys):
     assert "HF_TOKEN" in error and "secret" not in error
 
 
+def test_names_of_vllm_that_mean_the_same_are_taken(served, tmp_path, monkeypatch):
+    monkeypatch.delenv("STREAMKV_CONFIG", raising=False)
+    (tmp_path / "x.toml").write_text('kv_offloading_size = 2.5\nkv-cache-memory-bytes = "1G"\n')
+    flags = ["--kv-offloading-size", "4", "--kv-offloading-backend", "native"]
+    assert main(["serve", "m", *flags, "--preemption-mode", "swap"]) == 0
+    assert main(["serve", "m", "--config", str(tmp_path / "x.toml")]) == 0
+    (first, _), (second, _) = served
+    assert (first.swap_space, first.preemption_mode) == (4.0, "swap")
+    assert (second.swap_space, second.kv_cache_memory_bytes) == (2.5, 1 << 30)
+    with pytest.raises(ConfigError, match="swap_space.*: expected a number >= 0"):
+        LLM("m", kv_offloading_size=-1)
+    assert main(["serve", "m", "--config", str(tmp_path / "x.toml"), "--swap-space", "0"]) == 0
+    assert served[-1][0].swap_space == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -95,7 +111,7 @@ def test_flags_that_ask_for_more_are_one_line(flags, named, served, capsys):
 
 
 COMMAND = (
-    "--host 0.0.0.0 --port 0 --max-num-seqs 256 --swap-space 16 --max-model-len 128 "
+    "--host 0.0.0.0 --port 0 --max-num-seqs 256 --swap-space 0.25 --max-model-len 128 "
     "--gpu-memory-utilization 0.95 --dtype auto --enforce-eager --enable-prefix-caching "
     "--block-size 32 --served-model-name n --api-key k --enable-chunked-prefill "
     "--disable-log-requests -tp 1"
@@ -116,10 +132,10 @@ def test_a_server_starts_as_vllm_is_started(command, tmp_path):
         try:
             assert server.stderr is not None
             log = ""
-            while " is ready on " not in log:
+            while "KV memory: " not in log:
                 assert (line := server.stderr.readline()), log
                 log += line
-            assert log.count("--swap-space 16: nothing is moved to host memory yet") == 1
+            assert " is ready on " in log and "more in host memory (256 MiB)" in log
             url = re.search(r"http://0\.0\.0\.0(:\d+)", log)
             assert url is not None, log
             answer = httpx.post(

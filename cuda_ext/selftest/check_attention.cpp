@@ -1,6 +1,7 @@
 // store_kv and paged attention against softmax sums in double precision over the tokens themselves,
 // and the bits of a query in any company.
 #include <math.h>
+#include <string.h>
 
 #include <algorithm>
 
@@ -226,7 +227,7 @@ void Scene::expect(const Part& part, std::vector<double>& values) const {
 
 void Scene::move(int64_t index) {
   for (int32_t& block : sequences_[index].blocks) {
-    cache_.copy_block(block, free_blocks_.back());
+    memcpy(cache_.block(free_blocks_.back()), cache_.block(block), cache_.block_bytes());
     block = free_blocks_.back();
     free_blocks_.pop_back();
   }

@@ -28,12 +28,13 @@ namespace streamkv::selftest {
 
 namespace {
 
-// Nothing but an id; an unknown magic makes the step fail with a long message.
+// An id and a copy to host memory; an unknown magic makes the step fail with a long message.
 std::string step_message(int64_t step_id, const char* magic) {
   std::string message(magic);
   message.append(4, '\0');
   message.append(reinterpret_cast<const char*>(&step_id), sizeof(step_id));
-  message.append(16, '\0');
+  const int32_t counts_and_copy[8] = {0, 0, 1, 0, 5, static_cast<int32_t>(CopyKind::kOut), 0, 0};
+  message.append(reinterpret_cast<const char*>(counts_and_copy), sizeof(counts_and_copy));
   return message;
 }
 
@@ -52,14 +53,14 @@ bool ends_with(const std::string& output, const std::string& error) {
 
 void check_runner(Report& report) {
   Team team(1);
-  KvCache cache = KvCache::allocate(Dtype::kFloat32, 1, 1, 1, 1, 16);
+  KvCache cache = KvCache::allocate(Dtype::kFloat32, 1, 1, 1, 1, 16, 1);
   Runner runner(nullptr, team, cache, 0, {1, 1, 1, 1});
-  const std::string message = step_message(7, "SKI1");
+  const std::string message = step_message(7, "SKI2");
   const std::string good = runner.step(message);
   report.expect(id_of(good) == 7, "the id of a step with memory");
   bool has_failed = false, has_worked = false;
   for (int64_t num_allocations = 0; num_allocations < 20; ++num_allocations) {
-    const std::string next = step_message(num_allocations, "SKI1");
+    const std::string next = step_message(num_allocations, "SKI2");
     std::string output;
     bool threw = false;
     num_allocations_left = num_allocations;

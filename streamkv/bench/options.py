@@ -81,6 +81,20 @@ class StartupConfig(msgspec.Struct, frozen=True, kw_only=True):
     input_len: Annotated[Length, Meta(description="tokens of the first prompt")] = 16
 
 
+class BlocksConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The books of KV blocks, without a model."""
+
+    num_blocks: Annotated[
+        tuple[Length, ...], Meta(description="blocks of a pool; one or several")
+    ] = (10_000, 100_000, 1_000_000)
+    sequences: Annotated[
+        int, Meta(ge=1, le=4096, description="that run, a token each in a step")
+    ] = 256
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens of a block")] = 16
+    steps: Annotated[Length, Meta(description="in a round")] = 1000
+    rounds: Annotated[Length, Meta(description="medians are taken over rounds")] = 3
+
+
 class StepsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Steps to try a program with."""
 

@@ -1,11 +1,13 @@
-"""BlockPool: reference counts of KV blocks, and the free list in the order of reuse.
+"""BlockPool: reference counts of KV blocks, and the order in which free ones are taken.
 
 Owns which block is free and which is next to be taken. Must not know sequences, tokens or what
-a block contains. Invariant: a block is in the free list exactly while its count is 0.
+a block contains. Invariant: a block below `num_blocks` is in one of the free lists exactly while
+its count is 0; one above (after `resize`) never is.
 
 A free block keeps its contents until it is taken, so a cached one can be revived by `acquire`.
-The free list is a circular doubly linked list threaded through two int arrays, so that each
-operation takes the same time whatever the size of the pool.
+Pinned blocks are in a list of their own, from which is taken when the other one is empty. Both
+are circular doubly linked lists threaded through two int arrays, so that each operation takes the
+same time whatever the size of the pool. Host slots have a pool as well.
 """
 
 from __future__ import annotations
@@ -14,29 +16,43 @@ from array import array
 
 from .integrity import IntegrityError
 
+_FREE, _PINNED = 0, 1  # the entries that are the ends of the lists; block b's entry is b + _BLOCKS
+_BLOCKS = 2
+
 
 class BlockPool:
     """Blocks 0 .. num_blocks-1, all usable."""
 
-    __slots__ = ("_end", "_next", "_prev", "num_blocks", "num_free", "ref_counts")
+    __slots__ = (
+        "_next",
+        "_pinned",
+        "_prev",
+        "num_blocks",
+        "num_free",
+        "num_held",
+        "num_pinned",
+        "ref_counts",
+    )
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.num_free = num_blocks
-        self.ref_counts: array[int] = array("i", bytes(4 * num_blocks))
-        # The entry after the last block is the list's two ends: next of it is taken first.
-        self._end = num_blocks
-        self._next: array[int] = array("i", range(1, num_blocks + 2))
-        self._prev: array[int] = array("i", range(-1, num_blocks))
-        self._next[self._end] = 0
-        self._prev[0] = self._end
+        self.num_blocks = 0
+        self.num_free = 0  # pinned ones included
+        self.num_pinned = 0  # free ones that are taken last
+        self.num_held = 0  # referenced ones, those included that retire when they are released
+        self.ref_counts: array[int] = array("i")
+        self._pinned = bytearray()  # 1: in the pinned list
+        self._next: array[int] = array("i", (_FREE, _PINNED))
+        self._prev: array[int] = array("i", (_FREE, _PINNED))
+        self.resize(num_blocks)
 
     def take(self) -> int:
-        """The free block that was unused for longest, now referenced once."""
-        block_id = self._next[self._end]
-        if block_id == self._end:
+        """The free block that was unused for longest, now referenced once; pinned ones last."""
+        entry = self._next[_FREE] or self._next[_PINNED]
+        if entry == _PINNED:
             raise IntegrityError("I1", "expected a free block, got an empty pool")
+        block_id = entry - _BLOCKS
         self._unlink(block_id)
+        self.num_held += 1
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -44,44 +60,95 @@ class BlockPool:
         """One more reference; a free block is revived with its contents."""
         if self.ref_counts[block_id] == 0:
             self._unlink(block_id)
+            self.num_held += 1
         self.ref_counts[block_id] += 1
 
-    def release(self, block_id: int, *, reuse_first: bool) -> None:
-        """One reference less. At 0 the block is free: next to be taken, or last (`reuse_first`)."""
+    def release(self, block_id: int, *, reuse_first: bool = False, pinned: bool = False) -> None:
+        """One reference less. At 0 the block is free: next to be taken, or last of its list."""
         count = self.ref_counts[block_id] - 1
         if count < 0:
             raise IntegrityError("I1", f"block {block_id} was released more often than referenced")
         self.ref_counts[block_id] = count
         if count == 0:
-            after = self._end if reuse_first else self._prev[self._end]
-            before = self._next[after]
-            self._next[after] = self._prev[before] = block_id
-            self._prev[block_id], self._next[block_id] = after, before
-            self.num_free += 1
+            self.num_held -= 1
+            if block_id < self.num_blocks:
+                self._link(block_id, reuse_first, pinned)
+
+    def touch(self, block_id: int, *, reuse_first: bool = False, pinned: bool = False) -> None:
+        """Put a block, if it is free, where `release` would put it now."""
+        if self.ref_counts[block_id] == 0:
+            self._unlink(block_id)
+            self._link(block_id, reuse_first, pinned)
+
+    def resize(self, num_blocks: int) -> list[int]:
+        """Have that many blocks. Returns the free ones that are gone: nobody may name them again.
+
+        Referenced ones retire when they are released.
+        """
+        old = self.num_blocks
+        retired = [b for b in range(num_blocks, old) if self.ref_counts[b] == 0]
+        for block_id in retired:
+            self._unlink(block_id)
+        num_more = num_blocks - len(self.ref_counts)
+        if num_more > 0:
+            self.ref_counts.frombytes(bytes(4 * num_more))
+            self._pinned += bytes(num_more)
+            self._next.frombytes(bytes(4 * num_more))
+            self._prev.frombytes(bytes(4 * num_more))
+        self.num_blocks = num_blocks
+        for block_id in range(num_blocks - 1, old - 1, -1):  # to be taken in order
+            if self.ref_counts[block_id] == 0:
+                self._link(block_id, True, False)
+        return retired
+
+    def _link(self, block_id: int, reuse_first: bool, pinned: bool) -> None:
+        end = _PINNED if pinned else _FREE
+        after = self._next[end] if reuse_first else end
+        before = self._prev[after]
+        entry = block_id + _BLOCKS
+        self._next[before] = self._prev[after] = entry
+        self._prev[entry], self._next[entry] = before, after
+        self.num_free += 1
+        if pinned:
+            self._pinned[block_id] = 1
+            self.num_pinned += 1
 
     def _unlink(self, block_id: int) -> None:
-        before, after = self._prev[block_id], self._next[block_id]
+        entry = block_id + _BLOCKS
+        before, after = self._prev[entry], self._next[entry]
         self._next[before], self._prev[after] = after, before
         self.num_free -= 1
+        if self._pinned[block_id]:
+            self._pinned[block_id] = 0
+            self.num_pinned -= 1
 
-    def free_blocks(self) -> list[int]:
-        """Free blocks, next to be taken first (walks the list: for checks and tests)."""
+    def free_blocks(self, *, pinned: bool = False) -> list[int]:
+        """One of the lists, next to be taken first (walks it: for checks and tests)."""
         blocks: list[int] = []
-        block_id = self._next[self._end]
-        while block_id != self._end and len(blocks) <= self.num_blocks:
-            blocks.append(block_id)
-            block_id = self._next[block_id]
+        end = _PINNED if pinned else _FREE
+        entry = self._next[end]
+        while entry != end and len(blocks) <= self.num_blocks:
+            blocks.append(entry - _BLOCKS)
+            entry = self._next[entry]
         return blocks
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the free list holds each unreferenced block once."""
-        free = self.free_blocks()
-        num_unreferenced = self.ref_counts.count(0)
+        """Raise IntegrityError unless the free lists hold each unreferenced block once."""
+        pinned = self.free_blocks(pinned=True)
+        free = self.free_blocks() + pinned
+        num_unreferenced = self.ref_counts[: self.num_blocks].count(0)
         if not len(set(free)) == len(free) == self.num_free == num_unreferenced:
             raise IntegrityError(
                 "I1",
                 f"{num_unreferenced} blocks are unreferenced, {self.num_free} are counted as free, "
-                f"{len(free)} are in the free list",
+                f"{len(free)} are in the free lists",
             )
-        if any(self.ref_counts[block_id] for block_id in free):
-            raise IntegrityError("I1", "a referenced block is in the free list")
+        if self.num_held != len(self.ref_counts) - self.ref_counts.count(0):
+            raise IntegrityError("I1", f"{self.num_held} are counted as held: {self.ref_counts}")
+        if any(self.ref_counts[block_id] or block_id >= self.num_blocks for block_id in free):
+            raise IntegrityError("I1", "a referenced or retired block is in a free list")
+        marked = [block_id for block_id, mark in enumerate(self._pinned) if mark]
+        if sorted(pinned) != marked or len(pinned) != self.num_pinned:
+            raise IntegrityError(
+                "I1", f"blocks {marked} are marked as pinned and free, listed are {sorted(pinned)}"
+            )

@@ -1,153 +1,212 @@
-"""PrefixTree: which block holds the KV of which token prefix.
+"""PrefixTree: which block, host slot and disk record holds the KV of which token prefix.
 
-Owns the map from token content to published blocks: a radix tree with one full block per node,
+Owns the one map from token content to places on all tiers: a radix tree with one block per node,
 one root per cache salt. Must not know sequences, reference counts or the order of eviction.
-Invariants: a block belongs to at most one node; each node is reachable from its root; the keys
-on the way from the root are the tokens whose KV the blocks hold. Keys are the tokens themselves
-(packed int32), so equal hashes of different tokens can't be confused.
+Invariants: a block, slot or record belongs to at most one node; each node is reachable from its
+root; the keys on the way from the root are the tokens whose KV the places hold.
 
-A node may outlive its parent's block, since a sequence that computed the same prefix twice holds
-its own copy of the parent. Evicting a node therefore takes its whole subtree out of the tree.
+A node lives as long as it has a place, children, or a copy that is on its way to it. One without
+a place is a hole: a match ends there, and publishing the same tokens again fills it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
 
-from ..protocol import pack_ints
+from ..protocol import StoredBlock, pack_ints
 from .integrity import IntegrityError
+from .prefix_node import (
+    INT32_BYTES,
+    NOWHERE,
+    PrefixMatch,
+    PrefixNode,
+    num_common_tokens,
+    salt_digest,
+)
 
-INT32_BYTES = 4
-ROOT = -1
-
-
-class PrefixNode:
-    """A full block and the prefix it ends. `parent` is None for a root and once evicted."""
-
-    __slots__ = ("block_id", "cache_salt", "children", "key", "num_blocks", "parent")
-
-    def __init__(
-        self, parent: PrefixNode | None, cache_salt: str, key: bytes, block_id: int
-    ) -> None:
-        self.parent = parent
-        self.cache_salt = cache_salt
-        self.key = key  # int32 [block_size]; empty for a root
-        self.block_id = block_id  # ROOT for a root
-        self.num_blocks: int = 0 if parent is None else parent.num_blocks + 1  # root .. here
-        self.children: dict[bytes, PrefixNode] = {}
-
-
-class PrefixMatch(NamedTuple):
-    """The longest cached prefix: its last node (None: no hit) and its blocks in order."""
-
-    node: PrefixNode | None
-    block_ids: list[int]
+__all__ = ["PrefixMatch", "PrefixNode", "PrefixTree"]
 
 
 class PrefixTree:
-    """Published blocks by token content and salt."""
+    """Cached blocks by token content and salt. Its three maps are read by others, never written."""
 
-    __slots__ = ("_block_len_bytes", "_nodes", "_roots", "block_size")
+    __slots__ = ("key_bytes", "_roots", "block_size", "blocks", "records", "slots")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._block_len_bytes = block_size * INT32_BYTES
-        self._roots: dict[str, PrefixNode] = {}
-        self._nodes: dict[int, PrefixNode] = {}  # by block id
+        self.key_bytes = block_size * INT32_BYTES
+        self._roots: dict[bytes, PrefixNode] = {}  # by digest
+        self.blocks: dict[int, PrefixNode] = {}
+        self.slots: dict[int, PrefixNode] = {}
+        self.records: dict[int, PrefixNode] = {}
 
     def __len__(self) -> int:
-        """Number of published blocks."""
-        return len(self._nodes)
+        """Number of cached blocks on the device."""
+        return len(self.blocks)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._nodes
+        return block_id in self.blocks
+
+    # --- by content --------------------------------------------------------------------------
+
+    def root(self, cache_salt: str) -> PrefixNode:
+        """It is made if it isn't there."""
+        digest = salt_digest(cache_salt)
+        root = self._roots.get(digest)
+        if root is None:
+            root = self._roots[digest] = PrefixNode(None, b"", digest)
+        return root
+
+    def child(self, parent: PrefixNode, key: bytes) -> PrefixNode:
+        """The node of these tokens after `parent`; a new one is nowhere yet."""
+        return parent.children.get(key) or parent.add_child(key)
 
     def match(self, token_ids: list[int], cache_salt: str) -> PrefixMatch:
-        """The longest published prefix that leaves at least one token to compute."""
-        node = self._roots.get(cache_salt)
-        block_ids: list[int] = []
+        """The longest cached prefix that leaves at least one token to compute."""
+        nodes: list[PrefixNode] = []
+        node = self._roots.get(salt_digest(cache_salt))
         if node is None:
-            return PrefixMatch(None, block_ids)
+            return PrefixMatch(nodes, 0)
         packed = pack_ints(token_ids)
-        step = self._block_len_bytes
-        end = (len(token_ids) - 1) // self.block_size * step
-        for begin in range(0, end, step):
+        begin, end, step = 0, len(packed) - INT32_BYTES, self.key_bytes
+        num_device = 0
+        while begin + step <= end:
             child = node.children.get(packed[begin : begin + step])
-            if child is None:
+            if child is None or not child.has_location:
                 break
+            if child.block_id >= 0 and num_device == len(nodes):
+                num_device += 1
+            nodes.append(child)
             node = child
-            block_ids.append(node.block_id)
-        return PrefixMatch(node if block_ids else None, block_ids)
+            begin += step
+        tail, num_tail_tokens = self._best_tail(node, packed[begin : min(begin + step, end)])
+        return PrefixMatch(nodes, num_device, tail, num_tail_tokens)
 
-    def publish(
-        self, parent: PrefixNode | None, cache_salt: str, token_ids: list[int], block_id: int
-    ) -> PrefixNode:
-        """The node of these `block_size` tokens after `parent` (None: at the beginning).
+    def _best_tail(self, node: PrefixNode, rest: bytes) -> tuple[PrefixNode | None, int]:
+        """The child that begins with most of these tokens; one to be loaded only for many."""
+        best, num_best = None, 0
+        if not rest:
+            return best, num_best
+        for child in node.similar_children(rest):
+            num = num_common_tokens(child.key, rest)
+            if child.block_id < 0 and (not child.has_location or 2 * num < self.block_size):
+                continue
+            nearer = best is not None and best.block_id < 0 <= child.block_id
+            if num > num_best or (nearer and num == num_best):
+                best, num_best = child, num
+        return best, num_best
 
-        If the content is published already, the block that came first stays the shared one.
-        """
-        if parent is None:
-            parent = self._roots.get(cache_salt)
+    # --- places: what is set must be free of another, what is cleared must be there ----------
+
+    def set_block(self, node: PrefixNode, block_id: int) -> None:
+        self.blocks[block_id] = node
+        node.block_id = block_id
+
+    def clear_block(self, node: PrefixNode) -> None:
+        del self.blocks[node.block_id]
+        node.block_id = NOWHERE
+
+    def set_slot(self, node: PrefixNode, slot: int) -> None:
+        self.slots[slot] = node
+        node.slot = slot
+
+    def clear_slot(self, node: PrefixNode) -> None:
+        del self.slots[node.slot]
+        node.slot = NOWHERE
+
+    def set_record(self, node: PrefixNode, record: int) -> None:
+        self.records[record] = node
+        node.record = record
+
+    def clear_record(self, node: PrefixNode) -> None:
+        del self.records[node.record]
+        node.record = NOWHERE
+
+    def prune(self, node: PrefixNode) -> None:
+        """Take it out if nothing keeps it, and then its parents likewise."""
+        while not (node.children or node.num_users or node.has_location):
+            parent = node.parent
             if parent is None:
-                parent = PrefixNode(None, cache_salt, b"", ROOT)
-                self._roots[cache_salt] = parent
-        key = pack_ints(token_ids)
-        node = parent.children.get(key)
-        if node is None:
-            if block_id in self._nodes:
-                raise IntegrityError("I6", f"block {block_id} is published for two prefixes")
-            node = PrefixNode(parent, cache_salt, key, block_id)
-            parent.children[key] = node
-            self._nodes[block_id] = node
-        return node
+                if not node.key:
+                    self._roots.pop(node.digest, None)
+                return
+            parent.remove_child(node)
+            node = parent
 
-    def evict(self, block_id: int) -> None:
-        """Forget the block and every prefix that goes on from it; unpublished: nothing to do."""
-        evicted = self._nodes.get(block_id)
-        if evicted is None:
-            return
-        parent = evicted.parent
-        if parent is not None:
-            del parent.children[evicted.key]
-            if parent.block_id == ROOT and not parent.children:
-                del self._roots[parent.cache_salt]
-        subtree = [evicted]
-        while subtree:
-            node = subtree.pop()
-            subtree.extend(node.children.values())
-            node.children = {}
+    def drop_root(self, cache_salt: str) -> list[PrefixNode]:
+        """Take a root out with all below it. The nodes keep no place in the maps, but know it."""
+        root = self._roots.pop(salt_digest(cache_salt), None)
+        nodes = [] if root is None else [root]
+        for node in nodes:  # it grows meanwhile
+            nodes += node.children.values()
+        for node in nodes:
             node.parent = None
-            del self._nodes[node.block_id]
+            self.blocks.pop(node.block_id, None)
+            self.slots.pop(node.slot, None)
+            self.records.pop(node.record, None)
+        return nodes[1:]
 
-    def prefix_of(self, block_id: int) -> tuple[str, bytes] | None:
-        """(salt, int32 tokens) of a published block (walks to the root: for checks)."""
-        node = self._nodes.get(block_id)
+    def insert_stored(self, blocks: Iterable[StoredBlock]) -> None:
+        """What is on disk, parents first. A prefix of unknown parent is kept apart, as a root's."""
+        known = dict(self._roots)
+        for block in blocks:
+            parent = known.get(block.parent)
+            if parent is None:
+                parent = PrefixNode(None, b"", block.parent)
+                known[block.parent] = self._roots[block.parent] = parent
+            if len(block.token_ids) == self.key_bytes:
+                node = known[block.digest] = self.child(parent, block.token_ids)
+                if node.record < 0 and block.record not in self.records:
+                    self.set_record(node, block.record)
+            else:
+                self.prune(parent)
+
+    # --- checks ------------------------------------------------------------------------------
+
+    def prefix_of(self, block_id: int) -> tuple[bytes, bytes] | None:
+        """(root's digest, int32 tokens) of a cached block (walks to the root: for checks)."""
+        node = self.blocks.get(block_id)
         if node is None:
             return None
         keys = []
         while node.parent is not None:
             keys.append(node.key)
             node = node.parent
-        return node.cache_salt, b"".join(reversed(keys))
+        return node.digest, b"".join(reversed(keys))
+
+    def nodes(self) -> list[PrefixNode]:
+        """All of them, parents first, roots left out (for checks)."""
+        nodes = list(self._roots.values())
+        num_roots = len(nodes)
+        for node in nodes:
+            nodes += node.children.values()
+        return nodes[num_roots:]
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the nodes by block are exactly those below the roots."""
-        reachable: dict[int, PrefixNode] = {}
-        stack = list(self._roots.values())
-        for root in stack:
-            if not root.children or root.parent is not None:
-                raise IntegrityError(
-                    "I6", f"root of salt {root.cache_salt!r} is empty or not a root"
-                )
-        while stack:
-            node = stack.pop()
+        """Raise IntegrityError unless maps, sorted keys and what is below the roots agree."""
+        for digest, root in self._roots.items():
+            if root.parent is not None or root.key or root.digest != digest:
+                raise IntegrityError("I6", f"{root} is not a root")
+        blocks, slots, records = {}, {}, {}
+        for node in [*self._roots.values(), *self.nodes()]:
+            if not (node.children or node.num_users or node.has_location):
+                raise IntegrityError("I6", f"{node} is of no use, but in the tree")
             for key, child in node.children.items():
-                sound = child.key == key and len(key) == self._block_len_bytes
-                if not sound or child.parent is not node or child.block_id in reachable:
-                    raise IntegrityError("I6", f"block {child.block_id} is misplaced in the tree")
-                reachable[child.block_id] = child
-                stack.append(child)
-        if reachable != self._nodes:
-            raise IntegrityError(
-                "I6", f"published blocks {sorted(self._nodes)}, reachable {sorted(reachable)}"
-            )
+                sound = child.key == key and 0 < len(key) <= self.key_bytes
+                if not sound or child.parent is not node:
+                    raise IntegrityError("I6", f"{child} is misplaced in the tree")
+            keys = sorted(node.children)
+            if node.sorted_keys is not None and list(node.sorted_keys) != keys:
+                raise IntegrityError("I6", f"the sorted keys of {node} are not its children's")
+            is_partial = 0 < len(node.key) < self.key_bytes
+            if is_partial and (node.children or node.record >= 0):
+                raise IntegrityError("I6", f"{node} is not full, but has children or a record")
+            blocks[node.block_id] = slots[node.slot] = records[node.record] = node
+        for name, found, known in (
+            ("block", blocks, self.blocks),
+            ("slot", slots, self.slots),
+            ("record", records, self.records),
+        ):
+            found.pop(NOWHERE, None)
+            if found != known:
+                raise IntegrityError("I6", f"{name}s of nodes: {found}, in the map: {known}")

@@ -11,29 +11,41 @@ block table) changes a Sequence; all others read.
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 from ..protocol import FinishReason, Request, RowSampling
 from .integrity import IntegrityError
-from .prefix_tree import PrefixNode
+from .kv_types import Keep
+from .prefix_node import PrefixNode
+
+if TYPE_CHECKING:
+    from .groups import SequenceGroup
 
 NO_ROW = -1
 
 
 class SequenceStatus(enum.Enum):
-    WAITING = enum.auto()  # for admission, or to resume after preemption
+    WAITING = enum.auto()  # for admission, for its group, or to resume after preemption
+    LOADING = enum.auto()  # waits for blocks of its prefix from host memory or disk
     RUNNING = enum.auto()  # has a row
     FINISHED = enum.auto()  # finish_reason says why
 
 
 class Sequence:
-    """State of one choice. Identity is equality."""
+    """State of one choice, candidate or beam. Identity is equality."""
+
+    group: SequenceGroup  # it sets this itself
 
     __slots__ = (
         "block_table",
         "choice",
         "end_token_ids",
         "finish_reason",
+        "group",
+        "is_beam",
         "is_lost",
+        "is_row_known",
+        "keep",
         "last_step_id",
         "max_num_tokens",
         "num_cached_tokens",
@@ -41,6 +53,7 @@ class Sequence:
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_slots",
         "order",
         "prefix_node",
         "request",
@@ -70,14 +83,19 @@ class Sequence:
         self.sampling = sampling
         self.token_ids = token_ids  # prompt and committed output
         self.num_prompt_tokens = len(self.token_ids)
+        # At the end; of a beam: once it waits for the others.
         self.max_num_tokens = self.num_prompt_tokens + request.max_tokens
         self.num_computed_tokens = 0  # KV written or in flight; 0 without blocks
         self.num_pending_tokens = 0  # sampled on the device, not committed
         self.num_cached_tokens = 0  # prefix hit at the first admission
         self.num_preemptions = 0
         self.block_table: list[int] = []
+        self.num_slots = 0  # tokens that the table takes as it is; a forked one takes none
         self.prefix_node: PrefixNode | None = None  # deepest one found or published
+        self.keep = Keep.CACHE  # what becomes of its blocks when they are given back
         self.row = NO_ROW
+        self.is_row_known = False  # the device has the row, with this table and these tokens
+        self.is_beam = False
         self.last_step_id = -1  # the latest step that names it
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None

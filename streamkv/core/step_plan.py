@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..protocol import Ask, RowAdded, RowSampling, StepInput, pack_ints
+from ..protocol import Ask, RowAdded, StepInput, pack_ints
 from .integrity import IntegrityError
+from .kv_types import Copy
 from .sequence import Sequence
 
 _NONE, _SAMPLE = int(Ask.NONE), int(Ask.SAMPLE)  # plain ints pack faster
@@ -22,10 +23,13 @@ class SchedulerOutput(NamedTuple):
     scheduled: list[tuple[Sequence, int, int]]  # (sequence, start, count) in batch order
     admitted: list[Sequence]  # took a row: new ones and those that resume
     preempted: list[Sequence]
+    swapped_in: list[Sequence]  # of those admitted: their blocks were kept for them
+    swapped_out: list[Sequence]  # of those preempted: their blocks are kept
+    copies: list[Copy]
 
 
 class StepPlan:
-    """Tokens, rows and blocks of one step."""
+    """Tokens, rows, blocks and copies of one step."""
 
     __slots__ = (
         "_added",
@@ -34,9 +38,12 @@ class StepPlan:
         "admitted",
         "asks",
         "budget",
+        "copies",
         "preempted",
         "scheduled",
         "step_id",
+        "swapped_in",
+        "swapped_out",
     )
 
     def __init__(self, step_id: int, budget: int) -> None:
@@ -46,6 +53,9 @@ class StepPlan:
         self.asks: list[bool] = []  # for a sample, per scheduled sequence
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
+        self.swapped_in: list[Sequence] = []
+        self.swapped_out: list[Sequence] = []
+        self.copies: list[Copy] = []
         self._rows: list[int] = []  # (row, start, count, Ask) each, flat
         self._appended: list[int] = []  # (row, block_id) each, flat
         self._added: list[RowAdded] = []
@@ -54,16 +64,16 @@ class StepPlan:
         for block_id in block_ids:
             self._appended += (row, block_id)
 
-    def add_row(self, sequence: Sequence, sampling: RowSampling) -> None:
-        """The sequence took a row; its table is complete for this step."""
-        self.admitted.append(sequence)
+    def add_row(self, sequence: Sequence) -> None:
+        """The device gets to know the sequence's row; its table is complete for this step."""
+        sequence.is_row_known = True
         self._added.append(
             RowAdded(
                 row=sequence.row,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 token_ids=pack_ints(sequence.token_ids),
                 block_ids=pack_ints(sequence.block_table),
-                sampling=sampling,
+                sampling=sequence.sampling.of_choice(sequence.choice),
             )
         )
 
@@ -88,15 +98,24 @@ class StepPlan:
             added=tuple(self._added),
             appended=pack_ints(self._appended),
             scheduled=pack_ints(self._rows),
+            copies=pack_ints(number for copy in self.copies for number in copy),
         )
-        return SchedulerOutput(step, self.scheduled, self.admitted, self.preempted)
+        return SchedulerOutput(
+            step,
+            self.scheduled,
+            self.admitted,
+            self.preempted,
+            self.swapped_in,
+            self.swapped_out,
+            self.copies,
+        )
 
     def check_integrity(self, max_num_tokens: int, max_num_rows: int) -> None:
-        """I4: the step is neither empty nor too big."""
+        """I4: the step isn't too big, and no row has nothing to do in it."""
         counts = [count for _, _, count in self.scheduled]
         if (
-            not 1 <= len(counts) <= max_num_rows
-            or min(counts) < 1
+            len(counts) > max_num_rows
+            or any(count < 1 for count in counts)
             or sum(counts) > max_num_tokens
             or len({sequence.order for sequence, _, _ in self.scheduled}) != len(counts)
         ):

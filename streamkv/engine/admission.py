@@ -11,11 +11,15 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..plain import plain
 from ..protocol import Request, RunnerInfo, SamplingParams
 from ..text.tokenizer import Tokenizer
+
+SESSION_TTL_S = 3600.0
+MAX_SESSION_TTL_S = 7 * 86400.0
 
 
 def seed_source(seed: int) -> Callable[[], int]:
@@ -75,6 +79,23 @@ def check_priority(priority: object) -> None:
         )
 
 
+def check_session(session_id: object, ttl_s: object, *, can_keep: bool) -> None:
+    """InvalidRequestError unless it can be kept under that name, for so long."""
+    check_name("session_id", session_id)
+    if session_id and not can_keep:
+        raise InvalidRequestError(
+            "session_id: expected none, as prefix caching is off; leave it out, or start the "
+            "server with --enable-prefix-caching",
+            param="session_id",
+        )
+    if type(ttl_s) not in (int, float) or not 0 < cast("float", ttl_s) <= MAX_SESSION_TTL_S:
+        raise InvalidRequestError(
+            f"session_ttl: expected seconds, above 0 and at most {MAX_SESSION_TTL_S:.0f}, got "
+            f"{ttl_s!r:.100}",
+            param="session_ttl",
+        )
+
+
 def check_unicode(text: str, name: str = "prompt") -> None:
     """InvalidRequestError if the text has half of a surrogate pair, which is no character."""
     try:
@@ -121,11 +142,13 @@ def build_request(
     info: RunnerInfo,
     draw_seed: Callable[[], int],
     *,
-    request_id: str,
     model: str,
-    arrival_s: float,
-    priority: int,
-    cache_salt: str,
+    request_id: str = "",
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    cache_salt: str = "",
+    session_id: str = "",
+    session_ttl_s: float = 0.0,
 ) -> Request:
     """The request as the scheduler takes it. InvalidRequestError, ContextLengthError."""
     if not prompt_token_ids:
@@ -144,6 +167,8 @@ def build_request(
         arrival_s=arrival_s,
         priority=priority,
         cache_salt=cache_salt,
+        session_id=session_id,
+        session_ttl_s=session_ttl_s,
     )
 
 

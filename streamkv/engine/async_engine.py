@@ -11,8 +11,6 @@ stream, joins the thread and frees the model's memory.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import enum
 import functools
 import logging
 import secrets
@@ -22,48 +20,36 @@ from types import TracebackType
 from typing import Any
 
 from ..config import EngineConfig
-from ..core.scheduler import Scheduler
 from ..errors import (
     EngineDeadError,
-    EngineNotReadyError,
-    InvalidRequestError,
-    StreamkvError,
     UnknownModelError,
 )
 from ..protocol import Runner, RunnerInfo, SamplingParams, StepOutput
-from ..text.chat_messages import num_chars
 from ..text.tokenizer import Tokenizer
 from .admission import (
+    SESSION_TTL_S,
     build_request,
     check_name,
-    check_num_messages,
     check_priority,
     check_prompt,
-    check_text,
-    check_unicode,
+    check_session,
     seed_source,
 )
 from .device_thread import DeviceThread
-from .engine_loop import EngineLoop, EngineStats
-from .loading import build_model, resolve_config
+from .encoding import Encoder
+from .engine_loop import EngineLoop
+from .life import EngineStatus, Life
+from .loading import build_loop, build_model, resolve_config
 from .mailbox import Mailbox
+from .ready_log import log_ready
+from .stats import EngineStats
 from .stream import Admission, TokenStream
 
 __all__ = ["AsyncEngine", "EngineStats", "EngineStatus"]
 
 logger = logging.getLogger(__name__)
 
-LONG_TEXT_CHARS = 8192  # tokenizing more than this would hold up the loop: a thread does it
-HUGE_TEXT_CHARS = 1 << 20  # more than this takes a second: one at a time, to leave others threads
-MANY_MESSAGES = 256  # rendering more than this would hold up the loop
-
-
-class EngineStatus(enum.StrEnum):
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"  # what runs goes on, nothing new is taken
-    FAILED = "failed"  # it could not load, or it died
-    CLOSED = "closed"
+SETTLE_S = 2.0  # for what is to be kept on disk to get there, when the engine is closed
 
 
 class AsyncEngine:
@@ -90,8 +76,7 @@ class AsyncEngine:
         self.config = resolve_config(config, overrides)
         self.created_s = int(time.time())
         self.model_ids = self.config.model_ids
-        self._status = EngineStatus.LOADING
-        self._error: BaseException | None = None  # why the status is FAILED
+        self._life = Life()
         self._draw_seed = seed_source(self.config.seed)
         self._given_runner = runner
         self._tokenizer = tokenizer
@@ -100,16 +85,14 @@ class AsyncEngine:
         self._device: DeviceThread | None = None
         self._started = False  # by `start`, which is called once
         self._loop: EngineLoop | None = None  # from READY until CLOSED
-        self._settled = asyncio.Event()  # set once the status is not LOADING
-        self._draining = asyncio.Event()  # set once its end was asked for
         self._last_stats = EngineStats()
-        self._huge_text = asyncio.Lock()
+        self._encoder = Encoder()
 
     # --- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Begin to load, and return at once. `wait_ready` waits for the end of it."""
-        if self._status is EngineStatus.CLOSED or self._started:
+        if self.status is EngineStatus.CLOSED or self._started:
             raise RuntimeError("an AsyncEngine is started once: make a new one")
         self._started = True
         self._load()
@@ -119,22 +102,18 @@ class AsyncEngine:
 
         Raises what kept it from loading, or EngineDeadError.
         """
-        if self._status is EngineStatus.LOADING:
+        if self.status is EngineStatus.LOADING:
             self._load()
-        await self._settled.wait()
-        if self._status is EngineStatus.FAILED and self._error is not None:
-            raise self._error
+        await self._life.wait_settled()
         self._check_ready()
 
     def drain(self) -> None:
         """Take no request any more; those that were admitted go on. Idempotent."""
-        if self._status in (EngineStatus.LOADING, EngineStatus.READY):
-            self._set_status(EngineStatus.DRAINING)
-        _set(self._draining)
+        self._life.drain()
 
     async def wait_draining(self) -> None:
         """Until somebody calls `drain` or `close`."""
-        await self._draining.wait()
+        await self._life.wait_draining()
 
     def end_requests(self) -> None:
         """Raise EngineDeadError to the reader of every request that has not ended."""
@@ -143,13 +122,20 @@ class AsyncEngine:
             self._loop.fail_all(error)
 
     async def close(self) -> None:
-        """End every stream with ABORT, join the device thread, free the memory. Idempotent."""
+        """End every stream with ABORT, join the device thread, free the memory. Idempotent.
+
+        With `kv_cache_dir`, what was computed has SETTLE_S to get there before.
+        """
         self.drain()
-        self._set_status(EngineStatus.CLOSED)
-        if self._loop is not None:
-            self._loop.stop()
-            self._last_stats = self._loop.stats()
-        self._loop = None
+        self._life.become(EngineStatus.CLOSED)
+        try:
+            if self._loop is not None:
+                await self._loop.settle(SETTLE_S)
+        finally:
+            if self._loop is not None:
+                self._loop.stop()
+                self._last_stats = self._loop.stats()
+            self._loop = None
         if self._device is not None:
             await self._device.close()
         self._device = self._given_runner = None
@@ -175,31 +161,25 @@ class AsyncEngine:
 
     @property
     def status(self) -> EngineStatus:
-        return self._status
+        return self._life.status
 
     @property
     def status_detail(self) -> str:
         """The status in words: what is being loaded and how far, or what went wrong."""
-        if self._status is EngineStatus.FAILED:
-            return str(self._error)
-        if self._status is EngineStatus.LOADING:
-            return str(self._device.progress) if self._device is not None else "not started"
-        if self._status is EngineStatus.DRAINING:
-            return "shutting down; it takes no new requests"
-        return str(self._status)
+        return self._life.detail(self._progress)
 
     @property
     def info(self) -> RunnerInfo:
         """Facts and plan of the loaded model. EngineNotReadyError before."""
         if self._info is None:
-            raise self._not_ready()
+            raise self._life.not_ready(self._progress)
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. EngineNotReadyError before it is loaded."""
         if self._tokenizer is None:
-            raise self._not_ready()
+            raise self._life.not_ready(self._progress)
         return self._tokenizer
 
     @property
@@ -207,7 +187,7 @@ class AsyncEngine:
         """Fields of SamplingParams that the checkpoint recommends, for requests that don't say.
         EngineNotReadyError before it is loaded."""
         if self._info is None:
-            raise self._not_ready()
+            raise self._life.not_ready(self._progress)
         return self._sampling_defaults
 
     def stats(self) -> EngineStats:
@@ -224,19 +204,12 @@ class AsyncEngine:
         With `must_fit`, ContextLengthError for a text that is too long for the context at first
         sight, before it is tokenized; one that is not may still be too long.
         """
-        if must_fit:
-            check_text(text, self.tokenizer, self.info.max_model_len)
-        else:
-            check_unicode(text)
-        encode = functools.partial(
-            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        return await self._encoder.encode(
+            self.tokenizer,
+            text,
+            add_special_tokens=add_special_tokens,
+            max_model_len=self.info.max_model_len if must_fit else None,
         )
-        if len(text) <= LONG_TEXT_CHARS:
-            return encode()
-        if len(text) <= HUGE_TEXT_CHARS:
-            return await asyncio.to_thread(encode)
-        async with self._huge_text:
-            return await asyncio.to_thread(encode)
 
     async def encode_chat(
         self,
@@ -250,20 +223,13 @@ class AsyncEngine:
         A long one is rendered in a thread. ContextLengthError for one with more messages than the
         context has tokens, and for one whose text is too long at first sight.
         """
-        max_model_len = self.info.max_model_len
-        check_num_messages(messages, max_model_len)
-        render = functools.partial(
-            self.tokenizer.apply_chat_template,
+        return await self._encoder.encode_chat(
+            self.tokenizer,
             messages,
+            self.info.max_model_len,
             add_generation_prompt=add_generation_prompt,
             **template_kwargs,
         )
-        is_long = (
-            len(messages) > MANY_MESSAGES or num_chars(messages, LONG_TEXT_CHARS) > LONG_TEXT_CHARS
-        )
-        text = await asyncio.to_thread(render) if is_long else render()
-        check_text(text, self.tokenizer, max_model_len, "messages")
-        return await self.encode(text, add_special_tokens=False)  # the template has them
 
     def generate(
         self,
@@ -274,13 +240,17 @@ class AsyncEngine:
         request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        session_id: str = "",
+        session_ttl_s: float = SESSION_TTL_S,
         queue_places: int | None = None,
     ) -> TokenStream:
         """A stream to enter with `async with`; nothing happens before, not even the checks (but
         those of a `sampling` that was changed after it was made, of which it takes a copy).
 
         `model` is one of `model_ids` (empty: the first). `priority`: lower runs first. Prefix
-        blocks are shared only between equal `cache_salt`s. `queue_places`: for how many choices
+        blocks are shared only between equal `cache_salt`s. With a `session_id`, which is its
+        `cache_salt`'s own, the blocks of prompt and answer are kept for `session_ttl_s` after the
+        end, or until the session's next request has ended. `queue_places`: for how many sequences
         the queue must have room; None: its own. Of requests that belong together the first asks
         for all, the others for 0.
         """
@@ -291,6 +261,8 @@ class AsyncEngine:
             sampling=(sampling or SamplingParams()).clone(),
             priority=priority,
             cache_salt=cache_salt,
+            session_id=session_id,
+            session_ttl_s=session_ttl_s,
             queue_places=queue_places,
             admit=self._admit,
         )
@@ -307,11 +279,7 @@ class AsyncEngine:
             sampling,
             self.info,
             self._draw_seed,
-            request_id="",
             model=self.model_ids[0],
-            arrival_s=0.0,
-            priority=0,
-            cache_salt="",
         )
         loop.scheduler.check_admissible(request)
         return sampling.clone(seed=request.seed)
@@ -326,6 +294,8 @@ class AsyncEngine:
         self._loop_of(stream.model)
         check_name("request_id", stream.request_id)
         check_name("cache_salt", stream.cache_salt)
+        can_keep = self.config.enable_prefix_caching
+        check_session(stream.session_id, stream.session_ttl_s, can_keep=can_keep)
         check_priority(stream.priority)
         prompt = check_prompt(stream.prompt, self.info.max_model_len)
         if isinstance(prompt, str):
@@ -341,16 +311,12 @@ class AsyncEngine:
             arrival_s=stream.arrival_s or 0.0,
             priority=stream.priority,
             cache_salt=stream.cache_salt,
+            session_id=stream.session_id,
+            session_ttl_s=stream.session_ttl_s,
         )
         loop.scheduler.check_admissible(request)
         loop.check_queue(stream.queue_places, self.config.max_num_queued_reqs)
-        if request.request_id in loop:
-            raise InvalidRequestError(
-                f"request_id: expected one that is not in use, got {request.request_id!r}",
-                param="request_id",
-            )
-        after = request.prompt_token_ids[-1]
-        mailbox = Mailbox(request.sampling, self.tokenizer, after=after)
+        mailbox = Mailbox(request.sampling, self.tokenizer, after=request.prompt_token_ids[-1])
         loop.add(request, mailbox)
         abort = functools.partial(loop.abort, request.request_id)
         if stream.cancelled:
@@ -366,15 +332,12 @@ class AsyncEngine:
         return self._loop
 
     def _check_ready(self) -> None:
-        if self._status is not EngineStatus.READY:
-            raise self._not_ready()
+        if self.status is not EngineStatus.READY:
+            raise self._life.not_ready(self._progress)
 
-    def _not_ready(self) -> StreamkvError:
-        if self._status is EngineStatus.LOADING:
-            return EngineNotReadyError(
-                f"the model is loading ({self.status_detail}): try again in a few seconds"
-            )
-        return EngineDeadError(f"the engine serves nobody any more: {self.status_detail}")
+    @property
+    def _progress(self) -> str:
+        return "not started" if self._device is None else str(self._device.progress)
 
     # --- from the device ---------------------------------------------------------------------
 
@@ -398,7 +361,7 @@ class AsyncEngine:
 
     def _on_loaded(self, loaded: asyncio.Future[RunnerInfo]) -> None:
         error = loaded.exception()
-        if self._status is not EngineStatus.LOADING:
+        if self.status is not EngineStatus.LOADING:
             return
         if error is not None:
             self._fail(error)
@@ -411,47 +374,13 @@ class AsyncEngine:
 
     def _start_loop(self, info: RunnerInfo) -> None:
         assert self._device is not None, "loaded without a device thread"
-        scheduler = Scheduler(
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            eos_token_ids=self.tokenizer.eos_token_ids,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-        )
-        self._loop = EngineLoop(
-            scheduler,
-            self._device.submit,
-            self._fail,
-            depth=1 if self.config.async_scheduling else 0,
-            num_blocks=info.num_blocks,
+        store = self._device.store
+        self._loop = build_loop(
+            self.config, info, self.tokenizer.eos_token_ids, store, self._device.submit, self._fail
         )
         self._info = info
-        self._set_status(EngineStatus.READY)
-        logger.info(
-            "%s is ready on %s: %s, %d KV blocks of %d tokens (%d tokens), context %d, ops: %s",
-            self.model_ids[0],
-            info.device,
-            info.formats,
-            info.num_blocks,
-            info.block_size,
-            info.num_blocks * info.block_size,
-            info.max_model_len,
-            info.ops,
-        )
-        self._log_sampling_defaults()
-
-    def _log_sampling_defaults(self) -> None:
-        named = {name: f"{name} {value}" for name, value in self._sampling_defaults.items()}
-        if "max_tokens" in named:
-            named["max_tokens"] += " (chats and responses, not completions)"
-        if named:
-            logger.info(
-                "requests that don't say get the checkpoint's %s; --generation-config vllm leaves "
-                "that out",
-                ", ".join(named.values()),
-            )
+        self._life.become(EngineStatus.READY)
+        log_ready(self.config, info, self._sampling_defaults, has_store=store is not None)
 
     def _on_output(self, output: StepOutput) -> None:
         if self._loop is not None:
@@ -460,22 +389,11 @@ class AsyncEngine:
     def _on_device_dead(self, error: EngineDeadError) -> None:
         if self._loop is not None:
             self._loop.die(error)
-        if self._status is not EngineStatus.FAILED:  # no loop to tell of it
+        if self.status is not EngineStatus.FAILED:  # no loop to tell of it
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """The end, by itself: nothing is served any more, and the device's memory is given back."""
-        self._error = error
-        self._set_status(EngineStatus.FAILED)
+        self._life.fail(error)
         if self._device is not None:
             self._device.stop()
-
-    def _set_status(self, status: EngineStatus) -> None:
-        self._status = status
-        if status is not EngineStatus.LOADING:
-            _set(self._settled)
-
-
-def _set(event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # its waiters were left behind by a loop that is closed
-        event.set()

@@ -11,7 +11,7 @@ stop string cut it).
 
 Log-probabilities stay packed, as the device sent them, until they are taken: 0.5 KB a token with
 the 20 most likely ones, where describing them takes 3 KB and 20 us. A delta has at most
-MAX_DELTA_LOGPROBS of them.
+MAX_DELTA_LOGPROBS of them. What of them only the engine needed, to rank choices, isn't shown.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class ChoiceOutput:
         "_detokenizer",
         "_logprobs",
         "_min_tokens",
+        "_num_logprobs",
         "_pieces",
         "_show_stop",
         "_skipped",
@@ -46,6 +47,7 @@ class ChoiceOutput:
         "_token_ids",
         "_tokenizer",
         "choice",
+        "cumulative_logprob",
         "finish_reason",
         "num_tokens",
         "queued",
@@ -61,12 +63,14 @@ class ChoiceOutput:
         after: int | None = None,
     ) -> None:
         self.choice = choice
+        self.cumulative_logprob: float | None = None  # of the tokens so far, where it is known
         self.num_tokens = 0
         self.queued = False  # in the mailbox, waiting for the reader
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._tokenizer = tokenizer
         self._min_tokens = sampling.min_tokens
+        self._num_logprobs = sampling.logprobs
         self._show_stop = sampling.include_stop_str_in_output
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=sampling.skip_special_tokens, after=after
@@ -100,8 +104,10 @@ class ChoiceOutput:
         self._token_ids.append(event.token_id)
         self._texts.append(self._shown(self._detokenizer.decode(piece)))
         if event.logprobs is not None:
-            self._logprobs.append(event.logprobs)
-            self._pieces.append(piece)
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + event.logprobs.logprob
+            if self._num_logprobs is not None:
+                self._logprobs.append(event.logprobs)
+                self._pieces.append(piece)
         if event.finish_reason is not None:
             self.finish(event.finish_reason, stop_token_id if ends_by_token else None)
 
@@ -131,6 +137,7 @@ class ChoiceOutput:
             tuple(map(self._describe, token_ids, pieces, logprobs)),  # () without logprobs
             self.finish_reason if all_taken else None,
             self.stop_reason if all_taken else None,
+            self.cumulative_logprob if all_taken and self.finish_reason is not None else None,
         )
 
     def _shown(self, text: str) -> str:
@@ -149,8 +156,9 @@ class ChoiceOutput:
         """A row's log-probabilities with the tokens' texts and bytes."""
         tokenizer = self._tokenizer
         top = []
+        top_ids = unpack_ints(logprobs.top_ids)[: self._num_logprobs]
         for top_id, logprob in zip(
-            unpack_ints(logprobs.top_ids), memoryview(logprobs.top_logprobs).cast("f"), strict=True
+            top_ids, memoryview(logprobs.top_logprobs).cast("f")[: len(top_ids)], strict=True
         ):
             adds = b"" if top_id in self._skipped else tokenizer.token_bytes(top_id)
             shown = piece if top_id == token_id else adds

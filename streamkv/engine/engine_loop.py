@@ -1,41 +1,58 @@
 """One model's loop between its scheduler, its device and the readers of its streams.
 
-Owns the Scheduler and the Mailbox of every request that has not ended. It must not know sockets,
-prompts as text, or what the device is. Everything here runs on the event-loop thread, in plain
-callbacks: there is no task that a caller could cancel by accident, no lock, and while nothing is to
-be done, no wake-up.
+Owns the Scheduler and the Mailbox of every request that has not ended, and carries what the store
+is to do there, and its results back. It must not know sockets, prompts as text, or what device and
+store are. Everything here runs on the event-loop thread, in plain callbacks: there is no task that
+a caller could cancel by accident, no lock, and while nothing is to be done, no wake-up.
 
 A turn takes in what has happened, feeds the device first and tells the readers after:
 
     on_output ─► commit ─► drain the queue ─► schedule, submit ─► text, stop strings, mailboxes
-    add ─► asyncio.Queue ────────▲            (nothing left to do? the books are checked)
+    add ─► asyncio.Queue ────────▲       │    (nothing left to do? the books are checked)
+    store's result ──────────────▲       └─► store
 
 What arrives in one iteration of the event loop shares a turn, and so a step. An abort takes
-effect at once: its blocks are free when the last step that names them is committed.
+effect at once: its blocks are free when the last step that names them is committed. A step may have
+copies and no tokens, when blocks are loaded or kept while nothing else is to be done.
 
 Invariants: at most depth + 1 steps are in flight; whenever there is something to run and room for
-a step, a step is in flight or a turn is due, so nothing waits for ever; every request that was
-added gets its terminal deltas or one error. The scheduler's integrity is checked when the last
-request has ended, so that books that are wrong end the engine instead of changing somebody's
-answer; at most every CHECK_INTERVAL_S, for the check takes 0.4 us a block.
+a step, a step is in flight, a turn is due, or the store does something that ends in one: nothing
+waits for ever; every request that was added gets its terminal deltas or one error. The scheduler's
+integrity is checked when the last request has ended, so that books that are wrong end the engine
+instead of changing somebody's answer; at most every CHECK_INTERVAL_S, and for a hundredth of the
+time, for the check takes some us a cached block.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from ..core.scheduler import Scheduler, TokenEvent
 from ..core.sequence import Sequence
-from ..errors import EngineDeadError, GenerationError, OverloadedError, StreamkvError
-from ..protocol import FinishReason, Request, StepInput, StepOutput, unpack_ints
+from ..errors import (
+    EngineDeadError,
+    GenerationError,
+    InvalidRequestError,
+    OverloadedError,
+    StreamkvError,
+)
+from ..protocol import (
+    BlockStore,
+    FinishReason,
+    Request,
+    StepInput,
+    StepOutput,
+    StoreResult,
+    unpack_ints,
+)
 from .mailbox import Mailbox
+from .stats import EngineStats, read_stats
 
 logger = logging.getLogger(__name__)
 
@@ -53,22 +70,6 @@ class Entry(NamedTuple):
     mailbox: Mailbox
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since start and gauges of this moment. Requests are counted by choice."""
-
-    num_requests_running: int = 0
-    num_requests_waiting: int = 0
-    kv_cache_usage_perc: float = 0.0  # 0..1: share of the blocks held by sequences
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
-    num_preemptions_total: int = 0
-    prefix_cache_queries_total: int = 0  # tokens looked up
-    prefix_cache_hits_total: int = 0  # tokens found
-    request_success_total: dict[str, int] = {}  # by finish reason
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-
-
 class EngineLoop:
     """Feeds one device and fans its output out. Event-loop thread only."""
 
@@ -79,11 +80,13 @@ class EngineLoop:
         on_dead: Callable[[EngineDeadError], None],
         *,
         depth: int,
-        num_blocks: int,
+        num_host_slots: int,
+        store: BlockStore | None,
     ) -> None:
-        """`depth` steps may wait behind the running one; `on_dead` is called once, if ever."""
+        """`depth` steps may wait behind the running one; `on_dead` is called once, if ever. What
+        is in the `store` can be found from now on."""
         self.scheduler = scheduler
-        self._num_blocks = num_blocks
+        self._num_host_slots = num_host_slots
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
         self._ended_total = dict.fromkeys(FinishReason, 0)  # choices
@@ -96,13 +99,16 @@ class EngineLoop:
         self._num_arriving = 0  # choices of the entries in it
         self._turn_due = False
         self._num_failed_steps = 0
-        self._last_check_s = -CHECK_INTERVAL_S
+        self._next_check_s = 0.0
         self._stopped = False
+        self._at_rest = asyncio.Event()  # nothing to do was left when it was last looked
+        self._store = store
+        self._store_results: list[StoreResult] = []  # for the next turn
+        if store is not None:
+            scheduler.insert_stored(store.index())
+            store.on_result(self._post_store_result)
 
     # --- commands --------------------------------------------------------------------------
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
 
     @property
     def num_waiting(self) -> int:
@@ -110,14 +116,20 @@ class EngineLoop:
         return self.scheduler.num_waiting + self._num_arriving
 
     def add(self, request: Request, mailbox: Mailbox) -> None:
-        """Queue a checked request for the next turn. EngineDeadError."""
+        """Queue a checked request for the next turn. EngineDeadError; InvalidRequestError for the
+        id of another one."""
         if self._stopped:
             raise EngineDeadError("the engine has stopped: start a new one")
+        if request.request_id in self._entries:
+            raise InvalidRequestError(
+                f"request_id: expected one that is not in use, got {request.request_id!r}",
+                param="request_id",
+            )
         self._prompt_tokens_total += len(request.prompt_token_ids)
         entry = Entry(request, [], mailbox)
         self._entries[request.request_id] = entry
         self._arrivals.put_nowait(entry)
-        self._num_arriving += request.sampling.n
+        self._num_arriving += request.sampling.num_sequences
         self._wake()
 
     def abort(self, request_id: str) -> None:
@@ -149,9 +161,23 @@ class EngineLoop:
                 retry_after_s=min(rounds, MAX_RETRY_AFTER_S),
             )
 
+    async def settle(self, limit_s: float) -> None:
+        """End every request with ABORT, and give blocks that are to be kept so long to get to the
+        store. Nothing may be added any more."""
+        if self._store is None or self._stopped or self._loop is not asyncio.get_running_loop():
+            return  # nothing to keep, or nobody who could: `stop` ends them
+        for request_id in list(self._entries):
+            self.abort(request_id)
+        self._at_rest.clear()
+        self._wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._at_rest.wait()
+
     def stop(self) -> None:
         """End every request with ABORT; no step is sent, no output taken any more. Idempotent."""
         self._stopped = True
+        self._at_rest.set()
         for entry in self._entries.values():
             self._count_unfinished(entry, FinishReason.ABORT)
             entry.mailbox.finish(FinishReason.ABORT)
@@ -159,25 +185,16 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """Counters, and gauges of this moment; the gauges are zero once it has stopped."""
-        scheduler = self.scheduler
-        counters = EngineStats(
+        stats = read_stats(
+            self.scheduler,
+            (sequence for entry in self._entries.values() for sequence in entry.sequences),
+            num_arriving=self._num_arriving,
+            num_host_slots=self._num_host_slots,
             prompt_tokens_total=self._prompt_tokens_total,
             generation_tokens_total=self._generation_tokens_total,
-            num_preemptions_total=scheduler.num_preemptions,
-            prefix_cache_queries_total=scheduler.num_prefix_queries_tokens,
-            prefix_cache_hits_total=scheduler.num_prefix_hit_tokens,
             request_success_total={str(key): value for key, value in self._ended_total.items()},
         )
-        if self._stopped:
-            return counters
-        return msgspec.structs.replace(
-            counters,
-            num_requests_running=scheduler.num_running,
-            num_requests_waiting=self.num_waiting,
-            kv_cache_usage_perc=scheduler.num_held_blocks / self._num_blocks,
-            num_blocks=self._num_blocks,
-            num_free_blocks=scheduler.num_free_blocks,
-        )
+        return stats.counters() if self._stopped else stats
 
     # --- the turn --------------------------------------------------------------------------
 
@@ -198,11 +215,22 @@ class EngineLoop:
         self._turn_due = False
         self._turn()
 
+    def _post_store_result(self, result: StoreResult) -> None:
+        """On the store's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._on_store_result, result)
+
+    def _on_store_result(self, result: StoreResult) -> None:
+        self._store_results.append(result)
+        self._wake()
+
     def _turn(self, output: StepOutput | None = None) -> None:
         if self._stopped:
             return
         try:
+            self.scheduler.advance_clock(time.monotonic())
             events = [] if output is None else self._commit(output)
+            self._take_store_results()
             self._drain_arrivals()
             self._feed()
             self._fan_out(events, output.error if output is not None else "")
@@ -220,23 +248,33 @@ class EngineLoop:
             logger.error("step %d: logits of %d rows: %s", output.step_id, num_failed, NOT_FINITE)
         return self.scheduler.commit(output)
 
+    def _take_store_results(self) -> None:
+        results, self._store_results = self._store_results, []
+        for result in results:
+            self.scheduler.on_store_result(result)
+
     def _drain_arrivals(self) -> None:
         """Hand what has arrived to the scheduler, except what was aborted meanwhile."""
         while not self._arrivals.empty():
             entry = self._arrivals.get_nowait()
             if self._entries.get(entry.request.request_id) is entry:
-                self._num_arriving -= entry.request.sampling.n
+                self._num_arriving -= entry.request.sampling.num_sequences
                 entry.sequences.extend(self.scheduler.add(entry.request))
 
     def _feed(self) -> None:
-        """Send steps until depth + 1 are in flight or nothing can be scheduled."""
+        """Send steps until depth + 1 are in flight or nothing can be scheduled, and what that asks
+        of the store."""
+        scheduler = self.scheduler
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             return
-        while self.scheduler.num_in_flight_steps <= self._depth:
-            scheduled = self.scheduler.schedule()
+        while scheduler.num_in_flight_steps <= self._depth:
+            scheduled = scheduler.schedule()
             if scheduled is None:
-                return
+                break
             self._submit(scheduled.step)
+        if self._store is not None:
+            for op in scheduler.take_store_ops():
+                self._store.submit(op)
 
     def _fan_out(self, events: list[TokenEvent], step_error: str) -> None:
         for event in events:
@@ -275,17 +313,19 @@ class EngineLoop:
             self.die(EngineDeadError(f"the engine has stopped: {num_failed} steps failed in a row"))
         elif scheduler.num_in_flight_steps == 0:
             self._feed()  # what stop strings gave back may let others start
-            if scheduler.num_in_flight_steps > 0:
+            if scheduler.num_in_flight_steps > 0 or scheduler.is_busy:
                 return
-            now_s = time.monotonic()
-            if now_s - self._last_check_s >= CHECK_INTERVAL_S or scheduler.num_held_blocks:
-                self._last_check_s = now_s
+            began_s = time.monotonic()
+            if began_s >= self._next_check_s or scheduler.num_held_blocks:
                 scheduler.check_integrity()
+                ended_s = time.monotonic()
+                self._next_check_s = ended_s + max(CHECK_INTERVAL_S, 100 * (ended_s - began_s))
             if scheduler.num_running or scheduler.num_waiting:
                 raise RuntimeError(
                     f"nothing can be scheduled, yet {scheduler.num_running} sequences are running "
                     f"and {scheduler.num_waiting} waiting"
                 )
+            self._at_rest.set()
 
     # --- the ends --------------------------------------------------------------------------
 
@@ -295,13 +335,12 @@ class EngineLoop:
         self._forget(entry)
 
     def _release(self, entry: Entry, reason: FinishReason) -> None:
-        """Give the choices that have not ended back to the scheduler."""
+        """Give the sequences that have not ended back to the scheduler."""
         self._count_unfinished(entry, reason)
         if not entry.sequences:  # still in the queue: the scheduler has not seen it
-            self._num_arriving -= entry.request.sampling.n
-        for sequence, output in zip(entry.sequences, entry.mailbox.choices, strict=False):
-            if output.finish_reason is None:
-                self.scheduler.finish(sequence, reason)
+            self._num_arriving -= entry.request.sampling.num_sequences
+        for sequence in entry.sequences:
+            self.scheduler.finish(sequence, reason)
         self._wake()
 
     def _count_unfinished(self, entry: Entry, reason: FinishReason) -> None:
@@ -327,6 +366,7 @@ class EngineLoop:
         if self._stopped:
             return
         self._stopped = True
+        self._at_rest.set()
         for entry in self._entries.values():
             self._count_unfinished(entry, FinishReason.ERROR)
             entry.mailbox.fail(error)

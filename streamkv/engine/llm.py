@@ -29,12 +29,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from .. import vllm_options
 from ..config import EngineConfig
 from ..errors import EngineDeadError, InvalidRequestError
+from ..fields import by_all_names
 from ..plain import plain
 from ..protocol import RunnerInfo, SamplingParams
 from ..text.tokenizer import Tokenizer
 from .async_engine import AsyncEngine
 from .background import BackgroundEngine
 from .batch import CLOSED, Answer, Job, check_batch, run_batch
+from .beam_output import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .llm_prompts import Prompt, read_chats, read_prompts
 from .loading import resolve_config
 from .progress_bar import ProgressBar
@@ -50,7 +52,7 @@ logger = logging.getLogger(__name__)
 FORGOTTEN_TIMEOUT_S = 10.0
 
 Item = TypeVar("Item")
-_FIELDS = frozenset(EngineConfig.__struct_fields__)
+_FIELDS = by_all_names(EngineConfig)
 
 
 class LLM:
@@ -65,7 +67,7 @@ class LLM:
     def __init__(self, model: str, *, seed: int | None = 0, **options: Any) -> None:
         """Load the model. ConfigError, ModelLoadError."""
         given = {name: value for name, value in options.items() if value is not None}
-        fields = {name: given.pop(name) for name in _FIELDS.intersection(given)}
+        fields = {_FIELDS[name].name: given.pop(name) for name in [*given] if name in _FIELDS}
         vllm_options.check(given)
         fields |= {"model": str(model), "seed": -1 if seed is None else seed}
         config = resolve_config(None, fields)
@@ -159,6 +161,27 @@ class LLM:
             },
         )
         return self._run(found, sampling_params, use_tqdm, None)
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+        **others: Any,
+    ) -> list[BeamSearchOutput]:
+        """The most likely answers to one prompt or several, in order, best first.
+
+        Prompts and errors are those of `generate`; with `SamplingParams(use_beam_search=True)` that
+        does the same. `concurrency_limit` changes nothing: as many prompts run as fit.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(
+                f"params: expected BeamSearchParams, got {type(params).__name__}", param="params"
+            )
+        outputs = self.generate(prompts, params.sampling_params(), use_tqdm, lora_request, **others)
+        return [beam_search_output(output, self.tokenizer) for output in outputs]
 
     @property
     def info(self) -> RunnerInfo:

@@ -1,34 +1,39 @@
-"""From a configuration to a runner and a tokenizer: the one place where the engine builds them.
+"""From a configuration to a runner, a tokenizer and a loop: the one place where the engine builds
+them.
 
 Owns the order of loading, the check of the configuration, and which tokenizer, chat template and
-sampling defaults the model gets. It must not know requests or the event loop; building happens on
-the device thread. Invariant: importing this module imports nothing heavy, and building from a given
+sampling defaults the model gets. It must not know requests; runner and tokenizer are built on the
+device thread. Invariant: importing this module imports nothing heavy, and building from a given
 runner and tokenizer imports nothing at all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ..config import EngineConfig
-from ..errors import ConfigError, ModelLoadError
+from ..core.scheduler import Scheduler
+from ..errors import ConfigError, EngineDeadError, ModelLoadError
 from ..files import about, is_file, read_object_if_any, read_text
 from ..progress import Watch, unwatched
-from ..protocol import Runner
+from ..protocol import BlockStore, Runner, RunnerInfo, StepInput
 from ..text.chat_template import ChatTemplate
 from ..text.gguf_metadata import gguf_eos_ids
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_folder import declared_eos_ids
+from .engine_loop import EngineLoop
 
 if TYPE_CHECKING:
     from ..weights.hub import Checkpoint
 
 logger = logging.getLogger(__name__)
+
+COPY_BYTES_PER_STEP = 32 << 20  # to host memory and back: some milliseconds, which decodes wait for
 
 
 def resolve_config(config: EngineConfig | str | None, overrides: Mapping[str, Any]) -> EngineConfig:
@@ -81,6 +86,41 @@ def build_model(
 
         runner = build_runner(config, checkpoint)
     return Model(runner, text)
+
+
+def build_loop(
+    config: EngineConfig,
+    info: RunnerInfo,
+    eos_token_ids: frozenset[int],
+    store: BlockStore | None,
+    submit: Callable[[StepInput], None],
+    on_dead: Callable[[EngineDeadError], None],
+) -> EngineLoop:
+    """With its scheduler, for a runner that has loaded. See EngineLoop."""
+    scheduler = Scheduler(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        eos_token_ids=eos_token_ids,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_host_slots=info.num_host_slots,
+        has_store=store is not None,
+        max_copies=max(1, COPY_BYTES_PER_STEP // max(info.block_bytes, 1)),
+        max_session_blocks=int(config.session_memory * info.num_blocks),
+        preemption_mode=config.preemption_mode,
+        copy_block_s=info.copy_block_s,
+        token_s=info.token_s,
+    )
+    return EngineLoop(
+        scheduler,
+        submit,
+        on_dead,
+        depth=1 if config.async_scheduling else 0,
+        num_host_slots=info.num_host_slots,
+        store=store,
+    )
 
 
 def read_text_side(

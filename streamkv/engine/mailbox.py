@@ -1,8 +1,8 @@
 """The place where the engine leaves one request's output and its reader picks it up.
 
 Owns the request's choices, the order in which they have something new, and the reader's wake-up.
-It must not know the scheduler or the device. Used on the event-loop thread only, so it has no
-locks.
+Where more are computed than are given (`best_of`), it gives the most likely once all have ended. It
+must not know the scheduler or the device. Used on the event-loop thread only, so it has no locks.
 
 Invariant: bounded by construction. Each choice has one slot in which deltas merge while the reader
 is slow, and the queue holds each choice at most once; a slow reader costs its own tokens' memory
@@ -13,6 +13,7 @@ they are taken, and after LOGPROBS_PER_TURN of them the reader lets the event lo
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -36,14 +37,16 @@ class Mailbox:
         self, sampling: SamplingParams, tokenizer: Tokenizer, *, after: int | None = None
     ) -> None:
         """`after` is the prompt's last token."""
+        num_choices = sampling.n if sampling.use_beam_search else sampling.num_sequences
         self.choices = tuple(
-            ChoiceOutput(i, sampling, tokenizer, after=after) for i in range(sampling.n)
+            ChoiceOutput(i, sampling, tokenizer, after=after) for i in range(num_choices)
         )
         self.error: StreamkvError | None = None
         self.num_cached_tokens = 0
         self.first_token_s: float | None = None
         self.finish_s: float | None = None
-        self._num_unfinished = sampling.n
+        self._num_unfinished = num_choices
+        self._num_best = sampling.n if sampling.n < num_choices else None  # to be given at the end
         self._ready: deque[ChoiceOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_all = False  # the waiter, for the end
@@ -60,10 +63,12 @@ class Mailbox:
 
     def push(self, event: TokenEvent) -> FinishReason | None:
         """Take one token; return how its choice ended, if it did (a stop string included)."""
-        output = self.choices[event.sequence.choice]
+        sequence = event.sequence
+        output = self.choices[sequence.choice]
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
-            self.num_cached_tokens = event.sequence.num_cached_tokens
+        if sequence.choice == 0:  # the others may find what it has computed
+            self.num_cached_tokens = sequence.num_cached_tokens
         output.push(event)
         self._announce(output)
         return output.finish_reason
@@ -127,15 +132,31 @@ class Mailbox:
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
                 self.finish_s = time.monotonic()
+        if self._num_best is None:
+            self._offer(output)
+        elif self._num_unfinished == 0:
+            for choice, best in enumerate(sorted(self.choices, key=_rank)[: self._num_best]):
+                best.choice = choice
+                self._offer(best)
+        self._wake()
+
+    def _offer(self, output: ChoiceOutput) -> None:
+        """It has something to take."""
         if not output.queued:
             output.queued = True
             self._ready.append(output)
-        self._wake()
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if self._waits_for_all and not self.done:
+        if not self.done and (self._waits_for_all or not self._ready):
             return
         # A reader that was left behind by a loop that is closed can't be woken.
         if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
             waiter.set_result(None)
+
+
+def _rank(output: ChoiceOutput) -> tuple[bool, float]:
+    """Lower is better: what has ended by itself, then what is more likely."""
+    logprob = output.cumulative_logprob
+    is_cut = output.finish_reason is FinishReason.ABORT
+    return is_cut, math.inf if logprob is None else -logprob

@@ -46,6 +46,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()  # () or one per token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    cumulative_logprob: float | None = None  # in the last one: of all tokens, where it is known
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):
@@ -57,10 +58,12 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None
+    cumulative_logprob: float | None = None  # None if nothing asked for log-probabilities
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens in and out. All choices share the prompt; their output is summed."""
+    """Tokens in and out. All choices share the prompt; their output is summed, and so is that of
+    the candidates of `best_of` that are not given."""
 
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV was found in the prefix cache

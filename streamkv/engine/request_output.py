@@ -28,7 +28,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     index: int
     text: str
     token_ids: Sequence[int]
-    cumulative_logprob: float | None  # None unless logprobs were asked for
+    cumulative_logprob: float | None  # None unless logprobs, best_of or beams were asked for
     logprobs: list[dict[int, Logprob]] | None  # the sampled token first, then the most likely
     routed_experts: None = None
     lora_request: None = None
@@ -71,7 +71,7 @@ def completion_output(completion: Completion, *, has_logprobs: bool) -> Completi
         index=completion.choice,
         text=completion.text,
         token_ids=list(completion.token_ids),
-        cumulative_logprob=sum(one.logprob for one in logprobs) if has_logprobs else None,
+        cumulative_logprob=completion.cumulative_logprob,
         logprobs=list(map(_position, logprobs)) if has_logprobs else None,
         finish_reason=str(completion.finish_reason),
         stop_reason=completion.stop_reason,

@@ -53,6 +53,8 @@ class TokenStream:
         sampling: SamplingParams,
         priority: int,
         cache_salt: str,
+        session_id: str,
+        session_ttl_s: float,
         queue_places: int | None,
         admit: Callable[[TokenStream], Awaitable[Admission]],
     ) -> None:
@@ -62,7 +64,9 @@ class TokenStream:
         self.sampling = sampling
         self.priority = priority
         self.cache_salt = cache_salt
-        self.queue_places = sampling.n if queue_places is None else queue_places
+        self.session_id = session_id
+        self.session_ttl_s = session_ttl_s
+        self.queue_places = sampling.num_sequences if queue_places is None else queue_places
         self.arrival_s: float | None = None  # monotonic; None before the context is entered
         self.cancelled = False
         self._admit: Callable[[TokenStream], Awaitable[Admission]] | None = admit
@@ -185,4 +189,5 @@ def _join(deltas: list[TokenDelta]) -> Completion:
         tuple(logprob for delta in deltas for logprob in delta.logprobs),
         last.finish_reason,
         last.stop_reason,
+        last.cumulative_logprob,
     )

@@ -27,7 +27,6 @@ _WEIGHTS_STAY = "weights and KV stay in memory: close it, and make another when 
 _NO_ENGINE = "`info` has the facts of the model, `get_tokenizer` its tokenizer"
 _NO_MODULE = "the model is no module of torch"
 _ATTRIBUTES: Mapping[str, str] = {
-    "beam_search": "answers are sampled: SamplingParams(n=…) gives several",
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), GENERATES),
     **dict.fromkeys(("sleep", "wake_up"), _WEIGHTS_STAY),
     **dict.fromkeys(("llm_engine", "model_config"), _NO_ENGINE),

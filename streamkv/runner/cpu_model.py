@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,17 +33,18 @@ from ..weights.loader import (
     load_packed,
     opened_checkpoint,
 )
+from .fingerprint import kv_fingerprint
 from .formats import ModelFormats
 from .kv_cache import (
     CPU_LIMIT_BYTES,
-    KVCachePlan,
     MemoryShare,
     available_memory_bytes,
     format_bytes,
     max_step_tokens,
-    plan_memory,
     workspace_bytes,
 )
+from .kv_plan import KVCachePlan, plan_memory
+from .measure import StepCosts
 from .native_limits import check_native
 
 DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
@@ -96,7 +98,26 @@ class CpuModel(NamedTuple):
         except ValueError as error:
             raise unsupported(error) from error
 
-    def info(self, ops: str) -> RunnerInfo:
+    @property
+    def host_slots(self) -> memoryview:
+        """Their bytes, one after the other."""
+        slots: NDArray[np.uint8] = self.cache.host_slots()
+        return slots.reshape(-1).data
+
+    def fingerprint(self) -> str:
+        """What keys and values depend on besides the tokens."""
+        facts = {
+            "kernels": self.cpu.KERNEL_REVISION,
+            "isa": self.cpu.isa(),
+            "model": msgspec.to_builtins(self.model.config),
+            "formats": msgspec.to_builtins(self.formats),
+            "block_size": self.plan.block_size,
+        }
+        weights = {name: _buffers(weight) for name, weight in self.weights.items()}
+        with _explained_threads(self.team.num_threads):
+            return kv_fingerprint(facts, weights, self.team.num_threads)
+
+    def info(self, ops: str, costs: StepCosts) -> RunnerInfo:
         num_threads = self.team.num_threads
         threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
         return RunnerInfo(
@@ -110,6 +131,10 @@ class CpuModel(NamedTuple):
             kv_bytes_per_token=self.plan.block_bytes // self.plan.block_size,
             weight_bytes=sum(_num_bytes(weight) for weight in self.weights.values()),
             ops=f"{ops} ({self.cpu.isa()}, {threads})",
+            num_host_slots=self.plan.num_host_slots,
+            block_bytes=self.plan.block_bytes,
+            copy_block_s=costs.copy_block_s,
+            token_s=costs.token_s,
         )
 
 
@@ -206,7 +231,7 @@ def kv_dtype_of(config: EngineConfig) -> str:
 def _take_kv_cache(
     cpu: ModuleType, config: EngineConfig, model_config: ModelConfig, share: MemoryShare
 ) -> tuple[KVCachePlan, Any]:
-    def allocate(num_blocks: int) -> Any:
+    def allocate(num_blocks: int, num_host_slots: int = 0) -> Any:
         return cpu.KvCache(  # pages are committed when a block is first written
             kv_dtype_of(config),
             num_blocks,
@@ -214,6 +239,7 @@ def _take_kv_cache(
             model_config.num_key_value_heads,
             config.block_size,
             model_config.head_dim,
+            num_host_slots,
         )
 
     with _explained("a KV block"):
@@ -225,10 +251,14 @@ def _take_kv_cache(
         free_bytes=share.free_bytes,
         limit_bytes=CPU_LIMIT_BYTES,
     )
-    # One block, and an override, are given whatever is left.
+    share.reserve("host slots", plan.host_bytes)
+    # One block, and as many as the operator says, are given whatever is left.
     share.reserve("KV cache", plan.num_bytes, overcommit=True)
-    with _explained(f"{plan.num_blocks} KV blocks ({format_bytes(plan.num_bytes)})"):
-        return plan, allocate(plan.num_blocks)
+    what = f"{plan.num_blocks} KV blocks ({format_bytes(plan.num_bytes)})"
+    if plan.num_host_slots:
+        what += f" and {plan.num_host_slots} in host memory ({format_bytes(plan.host_bytes)})"
+    with _explained(what):
+        return plan, allocate(plan.num_blocks, plan.num_host_slots)
 
 
 @contextlib.contextmanager
@@ -239,7 +269,8 @@ def _explained(what: str) -> Iterator[None]:
     except MemoryError as error:
         raise ConfigError(
             f"{what} can't be allocated: use a smaller model or dtype, or lower "
-            "--gpu-memory-utilization or --num-gpu-blocks-override"
+            "--gpu-memory-utilization, --num-gpu-blocks-override, --kv-cache-memory-bytes or "
+            "--swap-space"
         ) from error
     except ConfigError:
         raise
@@ -282,6 +313,12 @@ def check_finite(checkpoint: Checkpoint, logits: NDArray[np.float32]) -> None:
             f"{checkpoint.path}: the weights are broken: expected finite logits for token 0, got "
             "NaN or infinity; get the checkpoint again"
         )
+
+
+def _buffers(weight: Any) -> list[memoryview]:
+    """The bytes of a PackedWeight, a QuantizedWeight or an array."""
+    arrays = [weight] if isinstance(weight, np.ndarray) else weight.buffers()
+    return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
 
 def _num_bytes(weight: Any) -> int:

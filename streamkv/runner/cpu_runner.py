@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from ..config import EngineConfig
 from ..errors import ModelLoadError
 from ..progress import Watch
-from ..protocol import RunnerInfo, StepInput, StepOutput
+from ..protocol import BlockStore, RunnerInfo, StepInput, StepOutput
 from ..step_bytes import decode_output, encode_step
 from ..weights.hub import Checkpoint
+from .block_store import open_block_store
 from .cpu_model import CpuModel, check_finite, load_cpu_model, one_token
 from .eager import Eager
-from .kv_cache import MemoryBudget, MemoryShare
+from .kv_cache import MemoryBudget, MemoryShare, max_step_tokens
+from .measure import measure_costs
 from .recorder import Recorder, build_program
 
 logger = logging.getLogger(__name__)
@@ -49,9 +51,10 @@ class _Runner(ABC, Generic[Parts]):
         self._checkpoint = checkpoint
         self._share = MemoryShare(config, budget)
         self._parts: Parts | None = None
+        self.store: BlockStore | None = None
 
     def load(self, progress: Watch) -> RunnerInfo:
-        """Load weights, plan and take KV memory, compute one token.
+        """Load weights, plan and take KV memory, compute one token, measure what steps cost.
 
         Raises ModelLoadError for what is wrong with the checkpoint and ConfigError for what is
         wrong with the wishes; memory taken before that is given back.
@@ -61,7 +64,11 @@ class _Runner(ABC, Generic[Parts]):
             with loaded.explained_step(self._config):
                 self._parts, logits = self._build(loaded)
             check_finite(self._checkpoint, logits)
-            info = loaded.info(self.ops)
+            max_tokens = max_step_tokens(self._config, loaded.plan.max_model_len)
+            info = loaded.info(self.ops, measure_costs(self.step, loaded.plan, max_tokens))
+            self.store = open_block_store(
+                self._config, loaded.plan, loaded.host_slots, loaded.fingerprint
+            )
             logger.debug("loaded %s: %s", self._config.model_id, info)
             return info
         except BaseException:
@@ -75,7 +82,10 @@ class _Runner(ABC, Generic[Parts]):
         return decode_output(self._run(self._parts, step))
 
     def close(self) -> None:
-        """Give back all memory; idempotent."""
+        """Give back all memory, once the store has written what it was given; idempotent."""
+        if self.store is not None:
+            self.store.close()
+        self.store = None
         self._parts = None
         self._share.release()
 

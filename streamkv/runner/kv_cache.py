@@ -1,19 +1,16 @@
-"""How much memory there is, and how many KV blocks a model gets of it.
+"""How much memory there is, who takes how much of it, and what steps and keys and values need.
 
-Owns the measuring, the budget that several models share, and the plan. Knows nothing of tensors,
-devices or requests. Invariant: planning is a pure function of numbers; memory is measured once,
-before it, and what the budget gave out never exceeds it unless the operator said so.
+Owns the measuring, the budget that several models share, and the sizes that plans are made of.
+Knows nothing of tensors, devices or requests. Invariant: what the budget gave out never exceeds it
+unless the operator said so.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -21,28 +18,8 @@ from ..models import ModelConfig
 
 CPU_LIMIT_BYTES = 4 << 30  # a chat server on a laptop shouldn't take all of its memory
 MAX_SLOTS = 2**31 - 1  # kernels number them in int32
-# The books of the blocks are made and checked on the event loop, at 0.4 us a block, and a pause of
-# half a second is as much as streams should see: 16 million tokens at the usual block size.
-MAX_BLOCKS = 1 << 20
-MIN_MODEL_LEN = 2  # a token of prompt and one of answer
-LENGTH = "max_model_len (--max-model-len)"  # for messages
 KV_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 KV_SCALE_BYTES = 4  # of int8, for each token and head, of keys as of values
-
-logger = logging.getLogger(__name__)
-
-
-class KVCachePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows from the operator's wishes, the checkpoint and the memory."""
-
-    num_blocks: int
-    block_size: int  # tokens
-    block_bytes: int  # all layers, as the cache lays them out
-    max_model_len: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
 
 
 class MemoryBudget:
@@ -137,114 +114,6 @@ def workspace_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     longest = model_config.max_context_len
     num_tokens = max_step_tokens(config, min(config.max_model_len or longest, longest))
     return num_tokens * per_token + config.max_num_seqs * model_config.vocab_size * 12
-
-
-def plan_memory(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    *,
-    block_bytes: int,
-    free_bytes: int,
-    limit_bytes: int | None,
-) -> KVCachePlan:
-    """The KV cache that fits beside the largest step."""
-    longest, positions = model_config.max_context_len, model_config.max_position_embeddings
-    if longest < positions and not config.max_model_len:
-        logger.info(
-            "the context is %d tokens, not the checkpoint's %d: its layers attend to a window of "
-            "that size, and what is longer isn't computed",
-            longest,
-            positions,
-        )
-    workspace = workspace_bytes(config, model_config)
-    if workspace > free_bytes and not config.num_gpu_blocks_override:
-        raise ConfigError(
-            f"the largest step needs {format_bytes(workspace)} besides weights and KV cache, "
-            f"{format_bytes(free_bytes)} are free: lower --max-num-batched-tokens "
-            f"({config.max_num_batched_tokens}) or --max-num-seqs ({config.max_num_seqs})"
-        )
-    return plan_kv_cache(
-        free_bytes=max(0, free_bytes - workspace),
-        limit_bytes=limit_bytes,
-        block_bytes=block_bytes,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        max_context_len=model_config.max_context_len,
-        num_blocks_override=config.num_gpu_blocks_override,
-    )
-
-
-def plan_kv_cache(
-    *,
-    free_bytes: int,
-    limit_bytes: int | None,
-    block_bytes: int,
-    block_size: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    max_context_len: int,
-    num_blocks_override: int,
-) -> KVCachePlan:
-    """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
-
-    `max_model_len` 0 means the checkpoint's, shortened to what fits; one that was asked for must
-    fit, and then may exceed `limit_bytes` (but not `free_bytes`). There is always one block, and
-    never more than MAX_BLOCKS.
-    Raises ConfigError with the numbers.
-    """
-    if 0 < max_model_len < MIN_MODEL_LEN:
-        raise ConfigError(
-            f"{LENGTH}: expected at least {MIN_MODEL_LEN} tokens, one of prompt and one of answer, "
-            f"got {max_model_len}"
-        )
-    if max_model_len > max_context_len:
-        raise ConfigError(
-            f"{LENGTH}: expected at most {max_context_len}, the positions of the checkpoint "
-            f"or the window of its layers, got {max_model_len}"
-        )
-    length = max_model_len or max_context_len
-    blocks_per_sequence = -(-length // block_size)
-    max_blocks = min(MAX_BLOCKS, MAX_SLOTS // block_size)
-    if num_blocks_override > max_blocks:
-        raise ConfigError(
-            f"num_gpu_blocks_override (--num-gpu-blocks-override): expected at most {max_blocks} "
-            f"blocks of {block_size} tokens, got {num_blocks_override}; larger "
-            f"blocks hold more: raise --block-size ({block_size})"
-        )
-    if num_blocks_override:
-        num_blocks = num_blocks_override
-    else:
-        limit = free_bytes if limit_bytes is None else limit_bytes
-        if max_model_len:
-            limit = max(limit, blocks_per_sequence * block_bytes)
-        affordable = min(free_bytes, limit) // block_bytes
-        num_blocks = max(1, min(affordable, max_num_seqs * blocks_per_sequence, max_blocks))
-    if max_model_len and blocks_per_sequence > max_blocks:
-        raise ConfigError(
-            f"{LENGTH}: {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
-            f"tokens, expected at most {max_blocks}: raise --block-size"
-        )
-    if max_model_len and num_blocks < blocks_per_sequence:
-        raise ConfigError(
-            f"{LENGTH}: {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
-            f"tokens ({format_bytes(blocks_per_sequence * block_bytes)}), there are {num_blocks} "
-            f"({format_bytes(num_blocks * block_bytes)}): lower --max-model-len to "
-            f"{num_blocks * block_size} or give more memory"
-        )
-    if min(length, num_blocks * block_size) < MIN_MODEL_LEN:
-        raise ConfigError(
-            f"the context would be 1 token, expected at least {MIN_MODEL_LEN}: there are "
-            f"{num_blocks} KV blocks of {block_size} tokens, {format_bytes(free_bytes)} are free "
-            f"and a block takes {format_bytes(block_bytes)}; give more memory or a larger "
-            "--block-size"
-        )
-    return KVCachePlan(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        block_bytes=block_bytes,
-        max_model_len=min(length, num_blocks * block_size),
-    )
 
 
 def available_memory_bytes(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol import Ask, RowAdded, StepInput
+from ..protocol import Ask, CopyKind, RowAdded, StepInput
 from .philox import uniforms
 from .sampler import GREEDY_BELOW, Edits, SamplingBatch
 
@@ -69,9 +69,11 @@ class Rows:
         block_size: int,
         num_blocks: int,
         vocab_size: int,
+        num_host_slots: int = 0,
     ) -> None:
         self._block_size = block_size
         self._pool_blocks = num_blocks
+        self._host_slots = num_host_slots
         self._vocab_size = vocab_size
         # One token more than the context: a last one may be sampled that is never computed.
         self._tokens = np.zeros((num_rows, max_model_len + 1), np.int32)
@@ -85,12 +87,12 @@ class Rows:
 
     def apply(self, step: StepInput) -> None:
         """Removed, then added, then appended. (Copies are checked here and made by the caller.)"""
+        for copy in np.frombuffer(step.copies, np.int32).reshape(-1, 4).tolist():
+            _check_copy(copy, self._pool_blocks, self._host_slots)
         removed = np.frombuffer(step.removed, np.int32)
         appended = np.frombuffer(step.appended, np.int32).reshape(-1, 2)
-        copies = np.frombuffer(step.copies, np.int32)
         _check_range("removed rows", removed, len(self._tokens))
         _check_range("appended rows", appended[:, 0], len(self._tokens))
-        _check_range("copied blocks", copies, self._pool_blocks)
         for row in removed.tolist():
             self._num_tokens[row] = self._num_blocks[row] = 0
             self._stop_ids.pop(row, None)
@@ -264,6 +266,24 @@ def _edits(index: int, token_ids: NDArray[np.integer], values: NDArray[np.floati
 def _join(parts: Iterable[Edits]) -> Edits:
     found = [Edits.none(), *parts]
     return Edits(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+
+
+def _check_copy(copy: list[int], num_blocks: int, num_slots: int) -> None:
+    number, kind, source, target = copy
+    if number < 0:
+        raise ValueError(f"copies: expected numbers from 0, got {number}")
+    if kind not in (CopyKind.BLOCK, CopyKind.OUT, CopyKind.IN):
+        raise ValueError(f"copy {number}: expected a kind of 0 to 2, got {kind}")
+    for what, place, is_slot in (
+        ("source", source, kind == CopyKind.IN),
+        ("target", target, kind == CopyKind.OUT),
+    ):
+        end = num_slots if is_slot else num_blocks
+        if not 0 <= place < end:
+            raise ValueError(
+                f"copy {number}: {what}: expected a {'host slot' if is_slot else 'block'} below "
+                f"{end}, got {place}"
+            )
 
 
 def _check_range(what: str, values: Int32s, end: int) -> None:

@@ -28,12 +28,6 @@ def build_runner(
     """A runner that has still to `load`. `budget` is shared by the models of a process; None:
     one of its own. ConfigError."""
     check_config(config)
-    if config.swap_space:
-        logger.warning(
-            "--swap-space %g: nothing is moved to host memory yet, preempted sequences are "
-            "computed again",
-            config.swap_space,
-        )
     if not runs_on_torch(config):
         from .cpu_runner import CpuRunner, EagerCpuRunner
 

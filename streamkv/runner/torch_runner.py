@@ -9,10 +9,13 @@ raises, and after a failed one the rows are as the next StepInput expects them.
 from __future__ import annotations
 
 import logging
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,19 +25,22 @@ from ..errors import ConfigError, ModelLoadError, StreamkvError
 from ..models import CausalLM, ModelConfig, build_model, read_config
 from ..ops import Batch
 from ..ops.reference import REFERENCE
-from ..protocol import RunnerInfo, StepInput, StepOutput
+from ..protocol import BlockStore, CopyKind, RunnerInfo, StepInput, StepOutput
 from ..weights.hub import Checkpoint
 from ..weights.loader import opened_checkpoint
 from ..weights.torch_loader import load_parameters, weight_bytes
+from .block_store import open_block_store
+from .fingerprint import kv_fingerprint
 from .kv_cache import (
     CPU_LIMIT_BYTES,
-    KVCachePlan,
     MemoryBudget,
     MemoryShare,
     available_memory_bytes,
     format_bytes,
-    plan_memory,
+    max_step_tokens,
 )
+from .kv_plan import KVCachePlan, plan_memory
+from .measure import measure_costs
 from .rows import Rows
 from .sampler import Sampled, sample
 from .torch_ops import TorchOps
@@ -50,7 +56,16 @@ class _Loaded(NamedTuple):
     model: CausalLM
     ops: TorchOps
     kv_cache: Tensor
+    host_slots: Tensor  # uint8 [num_host_slots, block_bytes]
     rows: Rows
+
+
+@dataclass
+class _Copied:
+    """What a step has copied so far: it is told though the step fails."""
+
+    done: bytes = b""
+    seconds: float = 0.0
 
 
 class TorchRunner:
@@ -63,6 +78,7 @@ class TorchRunner:
         self._checkpoint = checkpoint
         self._share = MemoryShare(config, budget)
         self._loaded: _Loaded | None = None
+        self.store: BlockStore | None = None
         self._device = torch.device("cpu")
 
     def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
@@ -80,8 +96,9 @@ class TorchRunner:
     def step(self, step: StepInput) -> StepOutput:
         """Run one step; what goes wrong is `error` in the output."""
         started = time.perf_counter()
+        copied = _Copied()
         try:
-            sampled = self._run(step)
+            sampled = self._run(step, copied)
         except Exception as exc:
             logger.exception("step %d failed", step.step_id)
             reason = str(exc) if isinstance(exc, StreamkvError) else f"{type(exc).__name__}: {exc}"
@@ -90,6 +107,8 @@ class TorchRunner:
                 sampled=b"",
                 error=" ".join(reason.split()),
                 duration_s=time.perf_counter() - started,
+                copies_done=copied.done,
+                copies_s=copied.seconds,
             )
         return StepOutput(
             step_id=step.step_id,
@@ -97,10 +116,15 @@ class TorchRunner:
             logprobs=sampled.logprobs,
             failed=sampled.failed.tobytes(),
             duration_s=time.perf_counter() - started,
+            copies_done=copied.done,
+            copies_s=copied.seconds,
         )
 
     def close(self) -> None:
-        """Give back all memory; idempotent."""
+        """Give back all memory, once the store has written what it was given; idempotent."""
+        if self.store is not None:
+            self.store.close()
+        self.store = None
         self._loaded = None
         self._share.release()
         if self._device.type == "cuda":
@@ -124,19 +148,29 @@ class TorchRunner:
                 progress=lambda fraction: progress("loading weights", fraction),
             )
         progress("allocating KV cache", 1.0)
+        is_gpu = self._device.type == "cuda"
         plan = plan_memory(
             config,
             model.config,
             block_bytes=_block_bytes(config, model.config, dtype),
             free_bytes=self._share.free_bytes,
-            limit_bytes=CPU_LIMIT_BYTES if self._device.type == "cpu" else None,
+            limit_bytes=None if is_gpu else CPU_LIMIT_BYTES,
+            host_free_bytes=available_memory_bytes() if is_gpu else None,
         )
-        # One block, and an override, are given whatever is left.
+        self._share.reserve("host slots", 0 if is_gpu else plan.host_bytes)
+        # One block, and as many as the operator says, are given whatever is left.
         self._share.reserve("KV cache", plan.num_bytes, overcommit=True)
         kv_cache = self._allocate_kv_cache(model.config, plan, dtype)
+        host_slots = self._allocate_host_slots(plan)
         ops = TorchOps(REFERENCE, weights, kv_cache, max_model_len=plan.max_model_len)
         self._try_out(model, ops)
-        self._loaded = _Loaded(model, ops, kv_cache, _build_rows(config, plan, model.config))
+        rows = _build_rows(config, plan, model.config)
+        self._loaded = _Loaded(model, ops, kv_cache, host_slots, rows)
+        costs = measure_costs(self.step, plan, max_step_tokens(config, plan.max_model_len))
+        slots = host_slots.flatten().numpy().data
+        self.store = open_block_store(
+            config, plan, slots, lambda: self._fingerprint(model.config, weights, plan)
+        )
         name = str(dtype).removeprefix("torch.")
         info = RunnerInfo(
             device=str(self._device),
@@ -149,6 +183,10 @@ class TorchRunner:
             kv_bytes_per_token=plan.block_bytes // plan.block_size,
             weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
             ops=REFERENCE.describe(),
+            num_host_slots=plan.num_host_slots,
+            block_bytes=plan.block_bytes,
+            copy_block_s=costs.copy_block_s,
+            token_s=costs.token_s,
         )
         logger.debug("loaded %s: %s", config.model_id, info)
         return info
@@ -179,6 +217,38 @@ class TorchRunner:
                 f"({' '.join(str(exc).split())})"
             ) from exc
 
+    def _allocate_host_slots(self, plan: KVCachePlan) -> Tensor:
+        """For a GPU pinned, so that copies needn't wait; else committed when first written."""
+        try:
+            return torch.empty(
+                (plan.num_host_slots, plan.block_bytes),
+                dtype=torch.uint8,
+                pin_memory=self._device.type == "cuda" and plan.num_host_slots > 0,
+            )
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"{plan.num_host_slots} KV blocks in host memory ({format_bytes(plan.host_bytes)}) "
+                f"can't be allocated: lower --swap-space ({' '.join(str(exc).split())})"
+            ) from exc
+
+    def _fingerprint(
+        self, model_config: ModelConfig, weights: Mapping[str, Tensor], plan: KVCachePlan
+    ) -> str:
+        """What keys and values depend on besides the tokens."""
+        on_gpu = self._device.type == "cuda"
+        facts = {
+            "kernels": REFERENCE.describe(),
+            "device": torch.cuda.get_device_name(self._device) if on_gpu else platform.machine(),
+            "model": msgspec.to_builtins(model_config),
+            "dtype": str(DTYPES[self._config.dtype]),
+            "block_size": plan.block_size,
+        }
+        buffers = {
+            name: [tensor.cpu().flatten().view(torch.uint8).numpy().data]
+            for name, tensor in weights.items()
+        }
+        return kv_fingerprint(facts, buffers, torch.get_num_threads())
+
     @torch.inference_mode()
     def _try_out(self, model: CausalLM, ops: TorchOps) -> None:
         """Compute one token: kernels that can't serve this model, and weights that are not
@@ -204,13 +274,13 @@ class TorchRunner:
             )
 
     @torch.inference_mode()
-    def _run(self, step: StepInput) -> Sampled:
+    def _run(self, step: StepInput, copied: _Copied) -> Sampled:
         if self._loaded is None:
             raise ModelLoadError("no model is loaded")
-        model, ops, kv_cache, rows = self._loaded
+        model, ops, kv_cache, host_slots, rows = self._loaded
         rows.apply(step)
-        for source, target in np.frombuffer(step.copies, np.int32).reshape(-1, 2).tolist():
-            kv_cache[target] = kv_cache[source]
+        if step.copies:
+            _make_copies(kv_cache, host_slots, step.copies, copied)
         scheduled = np.frombuffer(step.scheduled, np.int32).reshape(-1, 4)
         asking = rows.asking(scheduled)
         if not len(scheduled):
@@ -228,6 +298,21 @@ class TorchRunner:
             raise
         rows.keep(asking, sampled.token_ids)
         return sampled
+
+
+def _make_copies(kv_cache: Tensor, host_slots: Tensor, packed: bytes, copied: _Copied) -> None:
+    """Copies that were checked, in order. They are done when this returns, on a GPU too."""
+    started = time.perf_counter()
+    blocks = kv_cache.flatten(1).view(torch.uint8)
+    copies = np.frombuffer(packed, np.int32).reshape(-1, 4)
+    for _, kind, source, target in copies.tolist():
+        sources = host_slots if kind == CopyKind.IN else blocks
+        targets = host_slots if kind == CopyKind.OUT else blocks
+        targets[target].copy_(sources[source], non_blocking=True)
+    if kv_cache.is_cuda:
+        torch.cuda.current_stream(kv_cache.device).synchronize()
+    copied.done = copies[:, 0].tobytes()
+    copied.seconds = time.perf_counter() - started
 
 
 def _select_device(config: EngineConfig) -> torch.device:
@@ -254,4 +339,5 @@ def _build_rows(config: EngineConfig, plan: KVCachePlan, model_config: ModelConf
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         vocab_size=model_config.vocab_size,
+        num_host_slots=plan.num_host_slots,
     )

@@ -24,17 +24,19 @@ from ..protocol import MAX_LOGPROBS, SamplingParams
 from .json_list import JsonList
 from .messages import Messages, TemplateKwargs, template_kwargs
 from .metrics import metrics_of, observed
-from .sse import DONE, EventStream, cancel_on_disconnect, data_frame
-from .wire import (
+from .request_fields import (
     SAMPLING_NOT_HONOURED,
     GenerationFields,
-    NotHonoured,
     StreamOptions,
     Usage,
+    limit_tokens,
+)
+from .sse import DONE, EventStream, cancel_on_disconnect, data_frame
+from .wire import (
+    NotHonoured,
     is_off,
     json_logprob,
     json_response,
-    limit_tokens,
     read_body,
     ready_engine,
     renaming_fields,
@@ -45,7 +47,6 @@ NOT_HONOURED: NotHonoured = {
     **SAMPLING_NOT_HONOURED,
     "add_special_tokens": (False,),
     "audio": (),
-    "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
@@ -308,10 +309,8 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     stream = engine.generate(
         prompt,
         limit_tokens(sampling, engine, len(prompt)),
-        model=body.model or "",
         request_id=completion_id,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        **body.for_engine(request),
     )
     source = renaming_params(observed(metrics_of(request), stream), names)
     answer = _Answer(completion_id, body, options)

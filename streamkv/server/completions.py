@@ -21,7 +21,6 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..engine.async_engine import AsyncEngine
 from ..engine.stream import Completion, TokenDelta, TokenLogprob, TokenStream
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS
@@ -29,19 +28,9 @@ from ..text.tokenizer import Tokenizer
 from .json_list import JsonList
 from .metrics import metrics_of, observed
 from .prompt_streams import PromptStreams
+from .request_fields import SAMPLING_NOT_HONOURED, GenerationFields, StreamOptions, TokenId, Usage
 from .sse import DONE, EventStream, cancel_on_disconnect, data_frame
-from .wire import (
-    SAMPLING_NOT_HONOURED,
-    GenerationFields,
-    NotHonoured,
-    StreamOptions,
-    TokenId,
-    Usage,
-    json_logprob,
-    json_response,
-    read_body,
-    ready_engine,
-)
+from .wire import NotHonoured, json_logprob, json_response, read_body, ready_engine
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
@@ -59,7 +48,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     n: int | None = None
-    best_of: int | None = None  # honoured only where it asks for nothing: equal to n
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -95,11 +83,12 @@ def _prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
         raise InvalidRequestError(
             f"prompt: expected at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt"
         )
-    if len(given) * (body.n or 1) > MAX_PROMPTS_TIMES_N:
+    name, num_each = ("best_of", body.best_of) if body.best_of else ("n", body.n or 1)
+    if len(given) * num_each > MAX_PROMPTS_TIMES_N:
         raise InvalidRequestError(
-            f"n: expected at most {MAX_PROMPTS_TIMES_N} choices in a request, got {body.n} for "
-            f"each of {len(given)} prompts; send fewer prompts or lower n",
-            param="n",
+            f"{name}: expected at most {MAX_PROMPTS_TIMES_N} choices in a request, got {num_each} "
+            f"for each of {len(given)} prompts; send fewer prompts or lower {name}",
+            param=name,
         )
     return cast("list[Prompt]", given)
 
@@ -108,10 +97,6 @@ def _check(body: CompletionRequest) -> None:
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError(
             "echo: not supported together with logprobs; leave one out", param="echo"
-        )
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequestError(
-            "best_of: not supported by this server; leave it out", param="best_of"
         )
 
 
@@ -283,7 +268,7 @@ async def create_completion(request: Request) -> ASGIApp:
     answer = _Answer(completion_id, body, engine.tokenizer)
     sources = [
         observed(metrics_of(request), stream)
-        for stream in await _streams(body, prompts, engine, completion_id)
+        for stream in await _streams(body, prompts, request, completion_id)
     ]
     if body.stream:
         return EventStream(PromptStreams(sources), answer.frames)
@@ -295,9 +280,15 @@ async def create_completion(request: Request) -> ASGIApp:
 
 
 async def _streams(
-    body: CompletionRequest, prompts: Sequence[Prompt], engine: AsyncEngine, completion_id: str
+    body: CompletionRequest, prompts: Sequence[Prompt], request: Request, completion_id: str
 ) -> list[TokenStream]:
     """One stream per prompt, not yet admitted."""
+    engine, options = ready_engine(request), body.for_engine(request)
+    if options["session_id"] and len(prompts) > 1:
+        raise InvalidRequestError(
+            f"session_id: expected one prompt, got {len(prompts)}: a session goes on from one text",
+            param="session_id",
+        )
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.to_sampling_params(
         engine.sampling_defaults, max_tokens=max_tokens, n=body.n, logprobs=body.logprobs
@@ -311,12 +302,10 @@ async def _streams(
             engine.generate(
                 prompt,
                 sampling,
-                model=body.model or "",
                 request_id=completion_id if len(prompts) == 1 else f"{completion_id}-{i}",
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
                 # The first asks for all, so that a request is refused as a whole.
-                queue_places=0 if i else len(prompts) * sampling.n,
+                queue_places=0 if i else len(prompts) * sampling.num_sequences,
+                **options,
             )
         )
     return streams

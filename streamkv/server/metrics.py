@@ -2,8 +2,11 @@
 
 Owns one registry per application (no process-wide default, so that several applications live in
 one process). Knows AsyncEngine.stats() and TokenStream's times, nothing deeper. Invariant: each
-name exists from the start, with zeros, while the model is still loading. Names are the field's,
-with the prefix `streamkv:`, so that existing boards need only the prefix changed.
+name exists from the start, with zeros, while the model is still loading. Names that vLLM has as
+well are the same, with the prefix `streamkv:`: existing boards need only the prefix changed.
+
+Of the memory in use the share 1 - kv_cache_tokens_held / (kv_cache_blocks_held *
+kv_cache_block_size) is wasted.
 """
 
 from __future__ import annotations
@@ -34,18 +37,60 @@ _E2E_BUCKETS_S = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
 
-_GAUGES = {
-    "num_requests_running": "sequences that hold a row of the batch",
-    "num_requests_waiting": "sequences that wait for a row or for blocks",
-    "kv_cache_usage_perc": "share of KV blocks held by sequences, 1 = all",
-}
-_COUNTERS = {
-    "prompt_tokens_total": "prompt tokens of admitted requests",
-    "generation_tokens_total": "tokens generated",
-    "num_preemptions_total": "sequences that had to give their blocks back",
-    "prefix_cache_queries_total": "prompt tokens looked up in the prefix cache",
-    "prefix_cache_hits_total": "prompt tokens found in the prefix cache",
-}
+# Name, the field of EngineStats it shows, what it is.
+_GAUGES = (
+    ("num_requests_running", "num_requests_running", "sequences that hold a row of the batch"),
+    ("num_requests_waiting", "num_requests_waiting", "sequences that wait for a row or blocks"),
+    (
+        "num_requests_loading",
+        "num_requests_loading",
+        "of those that wait: for blocks from host memory or disk",
+    ),
+    ("kv_cache_usage_perc", "kv_cache_usage_perc", "share of KV blocks in use, 1 = all"),
+    ("kv_cache_blocks_total", "num_blocks", "KV blocks there are"),
+    ("kv_cache_blocks_held", "num_held_blocks", "KV blocks in use; a shared one counts once"),
+    ("kv_cache_tokens_held", "num_held_tokens", "tokens in these blocks"),
+    ("kv_cache_block_size", "block_size", "tokens that a KV block has room for"),
+    ("kv_cache_blocks_pinned", "num_pinned_blocks", "cached KV blocks that are evicted last"),
+    ("kv_cache_sessions", "num_sessions", "sessions whose KV blocks are kept"),
+    ("kv_host_slots_total", "num_host_slots", "KV blocks that host memory has room for"),
+    ("kv_host_slots_used", "num_host_slots_used", "KV blocks in host memory"),
+)
+_COUNTERS = (
+    ("prompt_tokens_total", "prompt tokens of admitted requests"),
+    ("generation_tokens_total", "tokens generated"),
+    ("num_preemptions_total", "sequences that had to give their blocks back"),
+    ("prefix_cache_queries_total", "prompt tokens looked up in the prefix cache"),
+    ("prefix_cache_hits_total", "prompt tokens found in the prefix cache"),
+    ("kv_blocks_evicted_total", "cached KV blocks that were taken for others"),
+    ("kv_blocks_copied_total", "KV blocks copied before a write, as others share them"),
+    ("kv_blocks_swapped_out_total", "KV blocks copied to host memory"),
+    ("kv_blocks_swapped_in_total", "KV blocks copied back from host memory"),
+    ("kv_copies_failed_total", "copies of KV blocks that failed"),
+    ("kv_store_reads_total", "KV blocks read from disk"),
+    ("kv_store_writes_total", "KV blocks written to disk"),
+    ("kv_store_failures_total", "KV blocks that could not be read or written"),
+)
+_LABELLED_COUNTERS = (  # and the label's values
+    (
+        "prefix_cache_hits_by_tier_total",
+        "tokens found in the prefix cache by each sequence admitted, by where they were",
+        "tier",
+        ("device", "host", "disk"),
+    ),
+    (
+        "preemptions_by_mode_total",
+        "preemptions, by what became of the KV",
+        "mode",
+        ("swap", "recompute"),
+    ),
+    (
+        "request_success_total",
+        "choices finished, by reason",
+        "finished_reason",
+        tuple(FinishReason),
+    ),
+)
 
 
 class ServerMetrics:
@@ -107,22 +152,21 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, model = self._engine.stats(), self._engine.model_ids[0]
-        for name, help_text in _GAUGES.items():
+        for name, field, help_text in _GAUGES:
             gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            gauge.add_metric([model], getattr(stats, name))
+            gauge.add_metric([model], getattr(stats, field))
             yield gauge
-        for name, help_text in _COUNTERS.items():
+        for name, help_text in _COUNTERS:
             counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
             counter.add_metric([model], getattr(stats, name))
             yield counter
-        success = CounterMetricFamily(
-            PREFIX + "request_success_total",
-            "choices finished, by reason",
-            labels=["model_name", "finished_reason"],
-        )
-        for reason in FinishReason:
-            success.add_metric([model, reason], stats.request_success_total.get(reason, 0))
-        yield success
+        for name, help_text, label, values in _LABELLED_COUNTERS:
+            labels = ["model_name", label]
+            counter = CounterMetricFamily(PREFIX + name, help_text, labels=labels)
+            counts = getattr(stats, name)
+            for value in values:
+                counter.add_metric([model, value], counts.get(value, 0))
+            yield counter
 
 
 @asynccontextmanager

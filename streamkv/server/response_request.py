@@ -22,8 +22,9 @@ from msgspec import Meta, Struct
 from ..engine.admission import check_num_messages
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
+from .request_fields import SAMPLING_NOT_HONOURED, GenerationFields
 from .response_object import CacheRetention, Response, new_id
-from .wire import SAMPLING_NOT_HONOURED, GenerationFields, NotHonoured, renaming_fields
+from .wire import NotHonoured, renaming_fields
 
 MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]

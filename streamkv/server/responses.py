@@ -18,12 +18,13 @@ from starlette.types import ASGIApp
 
 from ..engine.stream import TokenStream
 from .metrics import metrics_of, observed
+from .request_fields import limit_tokens
 from .response_events import ResponseBuilder, response_events
 from .response_history import previous_response_not_found
 from .response_object import Response
 from .response_request import NOT_HONOURED, ResponseRequest, TemplateMessage, own_field_names
 from .sse import EventStream, cancel_on_disconnect, event_frame
-from .wire import json_response, limit_tokens, read_body, ready_engine
+from .wire import json_response, read_body, ready_engine
 
 _decoder = msgspec.json.Decoder(ResponseRequest)
 
@@ -55,10 +56,8 @@ async def open_response(
     stream = engine.generate(
         prompt,
         limit_tokens(sampling, engine, len(prompt)),
-        model=body.model or "",
         request_id=response.id,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        **body.for_engine(connection),
     )
     builder = ResponseBuilder(response, stream_id=stream_id)
     source = _admitted(observed(metrics_of(connection), stream))

@@ -37,20 +37,12 @@ from ..config import ServerConfig
 from ..engine.stream import TokenStream
 from ..errors import InvalidRequestError, NotFoundError, OverloadedError, StreamkvError
 from .auth import accepted_subprotocol
+from .request_fields import Name
 from .response_events import Event, response_events
 from .response_history import ResponseHistory
 from .response_request import NOT_HONOURED, ResponseRequest
 from .responses import open_response
-from .wire import (
-    ErrorDetail,
-    Name,
-    decode_body,
-    encode,
-    engine_of,
-    error_body,
-    server_config,
-    status_of,
-)
+from .wire import ErrorDetail, decode_body, encode, engine_of, error_body, server_config, status_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ nothing about endpoints. Invariants:
 
 - A shutdown cuts nobody in silence. Nothing new is taken, what runs may finish for `grace_s`;
   then the engine ends it, and `end_s` are left for readers to be told, over HTTP and WebSocket
-  alike. Only who still doesn't read then is cut. A second signal skips all waiting.
+  alike. Only who still doesn't read then is cut. The engine closes last, and keeps what it can for
+  the next start. A second signal skips all waiting.
 - Every WebSocket handshake is answered, also one that can't be parsed.
 - What a client does wrong is told to the client, not to the log.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
@@ -33,7 +35,7 @@ from .wire import encode, http_error_body
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 9.0
+GRACE_S = 7.0  # with the others, and the 2 s that the engine takes to close, 10 at most
 END_S = 0.8
 CUT_S = 0.2  # for tasks to notice that their connection is gone
 CLOSING_HANDSHAKE_S = 0.2  # for the other side's half, while shutting down
@@ -134,7 +136,11 @@ class Server(uvicorn.Server):
             self._engine.end_requests()
             await self._wait_until(self._is_idle, self._end_s)
             await self._cut()
-        await self.lifespan.shutdown()
+        closing = asyncio.create_task(self._engine.close())
+        await self._wait_until(closing.done, math.inf)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await self.lifespan.shutdown()  # ends a close that was cut short
 
     async def _cut(self) -> None:
         """Drop every connection; tasks see that their client is gone, and end."""

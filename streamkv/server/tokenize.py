@@ -20,7 +20,8 @@ from ..engine.async_engine import AsyncEngine
 from ..errors import InvalidRequestError, UnknownModelError
 from .json_list import JsonList
 from .messages import Messages, TemplateKwargs, template_kwargs
-from .wire import Name, NotHonoured, TokenId, json_response, read_body, ready_engine
+from .request_fields import Name, TokenId
+from .wire import NotHonoured, json_response, read_body, ready_engine
 
 MAX_DETOKENIZE_TOKENS = 1 << 20
 LONG_TOKENS_LEN = 8192  # decoding more would hold up the loop

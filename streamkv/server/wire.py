@@ -1,4 +1,4 @@
-"""What all endpoints share on the wire: body reading, common Structs, the one error map.
+"""What all endpoints share on the wire: body reading and the one error map.
 
 Owns how bytes become Structs (size limit, nesting limit, the path of a bad field as `param`) and
 how exceptions become statuses and OpenAI error bodies. Knows nothing about any one endpoint.
@@ -18,10 +18,9 @@ from contextlib import (
     contextmanager,
 )
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -41,7 +40,6 @@ from ..errors import (
     PayloadTooLargeError,
     StreamkvError,
 )
-from ..protocol import SamplingParams
 
 T = TypeVar("T")
 
@@ -244,140 +242,7 @@ def _validation_error(message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param or 'body'}: {reason}", param=param or None)
 
 
-# --- shared Structs ---------------------------------------------------------------------------
-
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Name = Annotated[str, Meta(max_length=256)]
-
-# Known sampling and serving options of the OpenAI API and its extensions that are not honoured
-# here, for the endpoints' own tables to build on.
-SAMPLING_NOT_HONOURED: NotHonoured = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1.0, 1),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "prompt_logprobs": (),
-    "repetition_detection": (),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-}
-
-
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """How to sample, as clients write it: every field may be absent or null.
-
-    Ranges are SamplingParams' own, which names the field at fault. `max_tokens`, `n` and
-    `logprobs` differ by endpoint and come as arguments of `to_sampling_params`.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-
-    def to_sampling_params(
-        self,
-        defaults: Mapping[str, Any],
-        *,
-        max_tokens: int | None = None,
-        n: int | None = None,
-        logprobs: int | None = None,
-    ) -> SamplingParams:
-        """SamplingParams; what the client left out comes from `defaults`, the checkpoint's, or is
-        its own default. `max_tokens` isn't taken from there: see `limit_tokens`."""
-        chosen: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "logprobs": logprobs}
-        for name in SamplingFields.__struct_fields__:
-            value = getattr(self, name)
-            if value is not None:
-                chosen[name] = value
-        if n is not None:
-            chosen["n"] = n
-        return SamplingParams(**chosen)
-
-
-def limit_tokens(
-    sampling: SamplingParams, engine: AsyncEngine, num_prompt_tokens: int
-) -> SamplingParams:
-    """With the checkpoint's max_tokens where the client gave none and the context has room for
-    them."""
-    if sampling.max_tokens is not None or "max_tokens" not in engine.sampling_defaults:
-        return sampling
-    limit = max(engine.sampling_defaults["max_tokens"], sampling.min_tokens)
-    if limit >= engine.info.max_model_len - num_prompt_tokens:
-        return sampling
-    return sampling.clone(max_tokens=limit)
-
-
-class GenerationFields(SamplingFields, kw_only=True):
-    """What each generating endpoint takes besides sampling."""
-
-    model: Name | None = None  # absent or null: the model served
-    stream: bool | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Name | None = None
-    return_token_ids: bool | None = None
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    """OpenAI's `include_obfuscation`, padding against traffic analysis, may be sent and is not
-    done: tokens here are as long as they are."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # counts in every chunk
-
-    @classmethod
-    def checked(cls, options: StreamOptions | None, *, stream: bool) -> StreamOptions:
-        """The options, or none of them; InvalidRequestError where nothing streams."""
-        if options is not None and not stream:
-            raise InvalidRequestError(
-                "stream_options: only allowed with stream: true; leave it out",
-                param="stream_options",
-            )
-        return options or cls()
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """OpenAI's token counts; prompts count once, however many choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-    @classmethod
-    def of(cls, *streams: TokenStream) -> Usage:
-        """The counts of these streams so far."""
-        prompt = sum(stream.usage.num_prompt_tokens for stream in streams)
-        completion = sum(stream.usage.num_generated_tokens for stream in streams)
-        cached = sum(stream.usage.num_cached_tokens for stream in streams)
-        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+# --- naming -----------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Harness: a Scheduler and a FakeRunner, stepped by hand or to the end.
+"""Harness: a Scheduler, a FakeRunner and perhaps a FakeStore, stepped by hand or to the end.
 
 It checks what must hold at any time: `check_integrity` after each command, no event after a
-sequence's last one, steps that survive their wire format, and no violation seen by the runner.
+sequence's last one, steps that survive their wire format, no violation seen by runner or store.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import itertools
 from collections import deque
 from collections.abc import Sequence as Tokens
 
-from fakes import FakeRunner, expected_tokens
+from fakes import FakeRunner, FakeStore, expected_beams, expected_tokens
 
 from streamkv.core.scheduler import NO_TOKEN, Scheduler, SchedulerOutput, TokenEvent
 from streamkv.core.sequence import Sequence
 from streamkv.protocol import (
+    CopyKind,
     FinishReason,
     Request,
     SamplingParams,
@@ -25,6 +26,7 @@ from streamkv.step_bytes import decode_step, encode_step
 
 VOCAB_SIZE = 31
 EOS = 3
+MAX_STEPS = 10_000  # of one `run`
 
 
 class Harness:
@@ -41,15 +43,27 @@ class Harness:
         max_model_len: int = 256,
         eos_token_ids: frozenset[int] = frozenset(),
         enable_prefix_caching: bool = True,
+        num_host_slots: int = 0,
+        copy_delay: int = 0,
+        store: FakeStore | None = None,
+        max_copies: int = 32,
+        max_session_blocks: int = 0,
+        preemption_mode: str = "auto",
+        copy_block_s: float = 0.0,
+        token_s: float = 0.0,
         check_every: int = 1,
     ) -> None:
         self.depth = depth
         self.eos_token_ids = eos_token_ids
+        self.max_copies = max_copies
         self.runner = FakeRunner(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
+            num_host_slots=num_host_slots,
+            copy_delay=copy_delay,
+            store=store,
         )
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -59,9 +73,21 @@ class Harness:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             enable_prefix_caching=enable_prefix_caching,
+            num_host_slots=num_host_slots,
+            has_store=store is not None,
+            max_copies=max_copies,
+            max_session_blocks=max_session_blocks,
+            preemption_mode=preemption_mode,
+            copy_block_s=copy_block_s,
+            token_s=token_s,
         )
+        self.store = store
+        if store is not None:
+            store.on_result(self.scheduler.on_store_result)
+            self.scheduler.insert_stored(store.index())
         self.in_flight: deque[StepInput] = deque()
         self.live: dict[Sequence, None] = {}  # ordered: those without a terminal event
+        self.num_scheduled = 0  # steps
         self._ids = itertools.count()
         self._num_commands = 0
         self._check_every = check_every
@@ -76,8 +102,11 @@ class Harness:
         seed: int = 0,
         priority: int = 0,
         cache_salt: str = "",
+        session_id: str = "",
+        session_ttl_s: float = 10.0,
         **sampling: object,
     ) -> list[Sequence]:
+        """Those that will have events."""
         params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         sequences = self.scheduler.add(
             Request(
@@ -89,8 +118,12 @@ class Harness:
                 max_tokens=max_tokens,
                 priority=priority,
                 cache_salt=cache_salt,
+                session_id=session_id,
+                session_ttl_s=session_ttl_s,
             )
         )
+        if params.use_beam_search:
+            sequences = sequences[: params.n]
         self.live.update(dict.fromkeys(sequences))
         self.check()
         return sequences
@@ -105,7 +138,14 @@ class Harness:
             message = encode_step(output.step)
             step = decode_step(message)
             assert step == output.step
+            assert (
+                len([c for c in output.copies if c.kind is not CopyKind.BLOCK]) <= self.max_copies
+            )
             self.in_flight.append(step)
+            self.num_scheduled += 1
+        if self.store is not None:
+            for op in self.scheduler.take_store_ops():
+                self.store.submit(op)
         self.check()
         return output
 
@@ -116,15 +156,25 @@ class Harness:
         for sequence, token_id, _, reason in events:
             assert sequence in self.live, f"{sequence} has an event after its last one"
             assert (token_id == NO_TOKEN) == (reason is FinishReason.ERROR)
-            assert reason == sequence.finish_reason
+            # The events of a beam come once it has ended.
+            assert reason == sequence.finish_reason or (sequence.is_beam and reason is None)
             if reason is not None:
                 del self.live[sequence]
         self.check()
         return events
 
     def finish(self, sequence: Sequence, reason: FinishReason = FinishReason.ABORT) -> None:
-        self.live.pop(sequence, None)
+        """Beams end together."""
+        for one in sequence.group.sequences if sequence.is_beam else [sequence]:
+            self.live.pop(one, None)
         self.scheduler.finish(sequence, reason)
+        self.check()
+
+    def deliver(self, num: int | None = None) -> None:
+        """Results of the store."""
+        assert self.store is not None
+        self.store.deliver(num)
+        assert self.store.violations == []
         self.check()
 
     # --- to the end --------------------------------------------------------------------------
@@ -135,15 +185,23 @@ class Harness:
             pass
 
     def advance(self) -> list[TokenEvent]:
-        """Fill, then commit one step. There must be one whenever there is work (I5)."""
+        """Fill, then commit one step. There must be one, or news of the store, whenever there is
+        work (I5)."""
         self.fill()
-        assert self.in_flight, "there is work, but no step is in flight and none was scheduled"
-        return self.commit()
+        if self.in_flight:
+            return self.commit()
+        if self.store is not None and self.store.num_pending:
+            self.deliver()
+        else:
+            assert not self.live, "nothing is in flight, scheduled or expected of the store"
+        return []
 
     def run(self) -> list[TokenEvent]:
         """Advance until all is done and everything is free."""
         events: list[TokenEvent] = []
-        while self.scheduler.has_work:
+        for _ in range(MAX_STEPS):
+            if not (self.scheduler.has_work or self.scheduler.is_busy):
+                break
             events += self.advance()
         self.scheduler.check_integrity()
         assert self.scheduler.num_held_blocks == 0
@@ -160,14 +218,26 @@ class Harness:
     def oracle(self, sequence: Sequence) -> list[int]:
         """What it would answer alone."""
         request, params = sequence.request, sequence.request.sampling
+        end_token_ids = {
+            *params.stop_token_ids,
+            *(() if params.ignore_eos else self.eos_token_ids),
+        }
+        if params.use_beam_search:
+            return expected_beams(
+                request.prompt_token_ids,
+                request.max_tokens,
+                VOCAB_SIZE,
+                width=params.num_sequences,
+                num_return=params.n,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                end_token_ids=end_token_ids,
+            )[sequence.choice]
         return expected_tokens(
             request.prompt_token_ids,
             request.max_tokens,
             VOCAB_SIZE,
-            end_token_ids={
-                *params.stop_token_ids,
-                *(() if params.ignore_eos else self.eos_token_ids),
-            },
+            end_token_ids=end_token_ids,
             min_tokens=params.min_tokens,
             temperature=params.temperature,
             seed=request.seed,
@@ -177,6 +247,8 @@ class Harness:
     def check_answer(self, sequence: Sequence) -> None:
         """A sequence that ended by itself has the oracle's answer; else the beginning of it."""
         expected, output = self.oracle(sequence), sequence.output_token_ids
+        if sequence.is_beam and sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return  # it never had an answer
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert output == expected, sequence
         else:

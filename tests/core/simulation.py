@@ -1,9 +1,12 @@
 """Simulated requests through the scheduler: `python -m core.simulation --requests 1000000`.
 
 (From the repository's root, with `PYTHONPATH=.:tests`.) Requests come in episodes of 250, each with
-its own pool, block size, budget and load, some cancelled on the way, some ended as a stop string
-would end them. Each episode runs at overlap depth 0 and 1; each answer is compared with the
-sequential oracle, and at the end everything must be free.
+its own pool, block size, host memory, store, budget and load; some are beams, some of many choices,
+some cancelled on the way, some ended as a stop string would end them. Meanwhile copies, reads and
+writes fail, and the pool is resized. Each episode runs at overlap depth 0 and 1; each answer is
+compared with the sequential oracle, and at the end everything must be free.
+
+`--steps N` gives the state machine of test_scheduler_properties.py about N commands instead.
 """
 
 from __future__ import annotations
@@ -11,35 +14,44 @@ from __future__ import annotations
 import argparse
 import random
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core.harness import EOS, VOCAB_SIZE, Harness
+from fakes import FakeStore
 
 from streamkv.core.sequence import Sequence
-from streamkv.protocol import FinishReason
+from streamkv.errors import CapacityError
+from streamkv.protocol import CopyKind, FinishReason
 from streamkv.step_bytes import encode_step
 
 EPISODE_LEN = 250
+SEVERAL: tuple[dict[str, Any], ...] = ({"n": 3}, {"n": 1, "best_of": 2}, {"n": 5})
+BEAMS: tuple[dict[str, Any], ...] = (
+    {"n": 2},
+    {"n": 1, "best_of": 3, "length_penalty": 0.0},
+    {"n": 3, "early_stopping": True},
+    {"n": 4, "early_stopping": "never", "length_penalty": 2.0},
+)
 
 
 class Result(NamedTuple):
     num_requests: int
     num_steps: int
     num_preemptions: int
+    num_swaps: int
     num_hit_tokens: int
+    num_copies: int
     steps_crc: int  # of all StepInputs, encoded
 
 
 class Arrival(NamedTuple):
     prompt_token_ids: list[int]
     max_tokens: int
-    n: int
-    temperature: float
     seed: int
     priority: int
     cache_salt: str
-    min_tokens: int
-    stop_token_ids: list[int]
+    session_id: str
+    sampling: dict[str, Any]
     ends_after: int  # committed tokens after which it is cancelled, -1 = never
 
 
@@ -48,16 +60,23 @@ def draw_arrival(rng: random.Random, max_num_tokens: int) -> Arrival:
     num_prompt_tokens = rng.randint(1, max_num_tokens - max_tokens)
     shared = [rng.randrange(3)] * rng.randint(0, num_prompt_tokens)
     own = [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens - len(shared))]
+    sampling: dict[str, Any] = {"stop_token_ids": rng.choice(([], [], [5, 6]))}
+    kind = rng.random()
+    if kind < 0.1:
+        sampling |= {"use_beam_search": True, **rng.choice(BEAMS)}
+    else:
+        sampling["temperature"] = rng.choice((0.0, 1.0))
+        sampling["min_tokens"] = rng.choice((0, 0, min(3, max_tokens)))
+        if kind < 0.3:
+            sampling |= rng.choice(SEVERAL)
     return Arrival(
         prompt_token_ids=shared + own,
         max_tokens=max_tokens,
-        n=rng.choice((1, 1, 1, 1, 3)),
-        temperature=rng.choice((0.0, 1.0)),
         seed=rng.randrange(100),
         priority=rng.choice((0, 0, 0, 1)),
         cache_salt=rng.choice(("", "", "tenant")),
-        min_tokens=rng.choice((0, 0, min(3, max_tokens))),
-        stop_token_ids=rng.choice(([], [], [5, 6])),
+        session_id=rng.choice(("", "", "a", "b")),
+        sampling=sampling,
         ends_after=rng.randint(0, max_tokens) if rng.random() < 0.15 else -1,
     )
 
@@ -68,6 +87,7 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
     block_size = rng.choice((1, 2, 4, 16))
     max_num_tokens = rng.choice((12, 40))
     num_blocks = -(-max_num_tokens // block_size) * rng.choice((1, 2, 2, 3, 8))
+    has_store = rng.random() < 0.25
     harness = Harness(
         depth=depth,
         num_blocks=num_blocks,
@@ -76,66 +96,140 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
         max_num_batched_tokens=rng.choice((1, 7, 64)),
         eos_token_ids=frozenset({EOS}),
         enable_prefix_caching=rng.random() < 0.8,
+        num_host_slots=rng.choice((4, 16)) if has_store else rng.choice((0, 3, 64)),
+        copy_delay=rng.choice((0, 0, 2)),
+        store=FakeStore() if has_store else None,
+        max_copies=rng.choice((1, 3, 32)),
+        max_session_blocks=rng.choice((0, num_blocks // 4)),
+        preemption_mode=rng.choice(("auto", "swap", "recompute")),
+        copy_block_s=0.0001,
+        token_s=rng.choice((0.00001, 0.0001)),
         check_every=50,
     )
     arrivals = [draw_arrival(rng, max_num_tokens) for _ in range(num_requests)]
-    steps_crc = _run(harness, arrivals, num_at_once=rng.choice((1, 4, 40)))
+    steps_crc = _Episode(harness, arrivals, rng.choice((1, 4, 40)), rng).run()
     scheduler = harness.scheduler
     return Result(
         num_requests,
         harness.runner.num_steps,
         scheduler.num_preemptions,
+        scheduler.num_swaps,
         scheduler.num_prefix_hit_tokens,
+        sum(harness.runner.memory.num_copies.values()),
         steps_crc,
     )
 
 
-def _run(harness: Harness, arrivals: list[Arrival], *, num_at_once: int) -> int:
-    """New requests come while fewer than `num_at_once` wait. Returns the CRC-32 of all steps."""
-    ends_after: dict[Sequence, int] = {}
-    sequences: list[Sequence] = []
-    steps_crc = 0
-    pending = arrivals[::-1]
-    while pending or harness.scheduler.has_work:
-        while pending and harness.scheduler.num_waiting < num_at_once:
-            arrival = pending.pop()._asdict()
-            last_token = arrival.pop("ends_after")
-            added = harness.add(**arrival)
-            sequences += added
-            if last_token >= 0:
-                ends_after.update(dict.fromkeys(added, last_token))
-        for sequence in [s for s, end in ends_after.items() if s.num_output_tokens >= end]:
-            del ends_after[sequence]
-            reason = FinishReason.STOP if sequence.num_output_tokens else FinishReason.ABORT
+class _Episode:
+    """New requests come while fewer than `num_at_once` wait."""
+
+    def __init__(
+        self, harness: Harness, arrivals: list[Arrival], num_at_once: int, rng: random.Random
+    ) -> None:
+        self.harness = harness
+        self.pending = arrivals[::-1]
+        self.num_at_once = num_at_once
+        self.rng = rng
+        self.num_blocks = harness.scheduler.num_blocks
+        self.ends_after: dict[Sequence, int] = {}
+        self.sequences: list[Sequence] = []
+        self.now_s = 0.0
+        rate = rng.choice((0.0, 0.0, 0.2))
+        harness.runner.memory.fails_copy = lambda number, kind: (
+            kind is not CopyKind.BLOCK and rng.random() < rate
+        )
+        if harness.store is not None:
+            harness.store.fails = lambda op: rng.random() < rate
+
+    def run(self) -> int:
+        """Returns the CRC-32 of all steps."""
+        harness, steps_crc = self.harness, 0
+        while self.pending or harness.scheduler.has_work or harness.scheduler.is_busy:
+            while self.pending and harness.scheduler.num_waiting < self.num_at_once:
+                self._add(self.pending.pop())
+            self._end_some()
+            if self.rng.random() < 0.05:
+                self._disturb()
+            harness.fill()
+            if harness.in_flight:
+                steps_crc = zlib.crc32(encode_step(harness.in_flight[0]), steps_crc)
+                harness.commit()
+            elif harness.store is not None:
+                harness.deliver()
+            if harness.store is not None and self.rng.random() < 0.3:
+                harness.deliver(self.rng.randint(1, 4))
+        self._check_end()
+        return steps_crc
+
+    def _add(self, arrival: Arrival) -> None:
+        fields = arrival._asdict()
+        last_token, sampling = fields.pop("ends_after"), fields.pop("sampling")
+        self.harness.scheduler.resize(self.num_blocks)
+        try:
+            added = self.harness.add(**fields, **sampling)
+        except CapacityError:
+            assert sampling["use_beam_search"]
+            added = self.harness.add(**fields)
+        self.sequences += added
+        if last_token >= 0:
+            self.ends_after.update(dict.fromkeys(added, last_token))
+
+    def _end_some(self) -> None:
+        harness = self.harness
+        for sequence in [s for s, end in self.ends_after.items() if s.num_output_tokens >= end]:
+            del self.ends_after[sequence]
+            stops = sequence.num_output_tokens and not sequence.is_beam
             if sequence in harness.live:
-                harness.finish(sequence, reason)
-                output = sequence.output_token_ids  # STOP, but not where the oracle stops
-                assert output == harness.oracle(sequence)[: len(output)]
-                sequences.remove(sequence)
-        harness.fill()
-        if harness.in_flight:
-            steps_crc = zlib.crc32(encode_step(harness.in_flight[0]), steps_crc)
-            harness.commit()
-    assert harness.live == {}
-    assert harness.scheduler.num_held_blocks == 0
-    for sequence in sequences:
-        harness.check_answer(sequence)
-    return steps_crc
+                harness.finish(sequence, FinishReason.STOP if stops else FinishReason.ABORT)
+                if not sequence.is_beam:
+                    output = sequence.output_token_ids  # STOP, but not where the oracle stops
+                    assert output == harness.oracle(sequence)[: len(output)]
+                    self.sequences.remove(sequence)
+
+    def _disturb(self) -> None:
+        rng, harness = self.rng, self.harness
+        self.now_s += rng.choice((0.0, 1.0, 20.0))
+        harness.scheduler.advance_clock(self.now_s)
+        if harness.store is not None and harness.store.records:
+            harness.store.drop(rng.choice(list(harness.store.records)))
+        try:
+            harness.scheduler.resize(rng.randint(max(1, self.num_blocks // 2), self.num_blocks))
+        except CapacityError:
+            assert harness.live
+
+    def _check_end(self) -> None:
+        harness = self.harness
+        assert harness.live == {}
+        assert harness.scheduler.num_held_blocks == 0
+        harness.scheduler.advance_clock(self.now_s + 1000.0)
+        stats = harness.scheduler.kv_stats
+        assert (stats.num_sessions, stats.num_pinned_blocks) == (0, 0)
+        harness.scheduler.check_integrity()
+        for sequence in self.sequences:
+            harness.check_answer(sequence)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    totals = [0, 0, 0, 0]
+    if args.steps:
+        from core.machine import run_machine
+
+        seen = ", ".join(f"{number} {name}" for name, number in run_machine(args.steps).items())
+        print(f"{seen}; all answers equal the oracle's")
+        return
+    totals = [0] * (len(Result._fields) - 1)
     for episode in range(-(-args.requests // EPISODE_LEN)):
         for depth in (0, 1):
             result = run_episode(args.seed + episode, depth)
-            totals = [total + number for total, number in zip(totals, result[:4], strict=True)]
+            totals = [total + number for total, number in zip(totals, result[:-1], strict=True)]
     print(
-        f"{totals[0] // 2} requests at depths 0 and 1: {totals[1]} steps, "
-        f"{totals[2]} preemptions, {totals[3]} prefix hit tokens; all answers equal the oracle's"
+        f"{totals[0] // 2} requests at depths 0 and 1: {totals[1]} steps, {totals[2]} preemptions "
+        f"({totals[3]} swaps), {totals[4]} prefix hit tokens, {totals[5]} copies; "
+        "all answers equal the oracle's"
     )
 
 

@@ -35,13 +35,14 @@ def row_added(row: int, token_ids: list[int], block_ids: list[int], **sampling) 
     )
 
 
-def make_step(step_id, *, removed=(), added=(), appended=(), scheduled=()) -> StepInput:
+def make_step(step_id, *, removed=(), added=(), appended=(), scheduled=(), copies=()) -> StepInput:
     return StepInput(
         step_id=step_id,
         removed=pack_ints(removed),
         added=tuple(added),
         appended=pack_ints(appended),
         scheduled=pack_ints(scheduled),
+        copies=pack_ints(copies),
     )
 
 
@@ -162,6 +163,10 @@ def test_logprobs_are_those_of_the_sampled_token():
     (token_id,) = unpack_ints(output.sampled)
     assert output.logprobs == (fake_logprobs(token_id, 3, VOCAB_SIZE),)
     assert unpack_ints(output.logprobs[0].top_ids)[0] == token_id
+
+
+def test_the_most_likely_tokens_are_as_many_as_there_are():
+    assert len(unpack_ints(fake_logprobs(3, 50, VOCAB_SIZE).top_ids)) == VOCAB_SIZE
 
 
 def test_load_reports_progress_and_may_fail():

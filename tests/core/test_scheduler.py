@@ -203,7 +203,8 @@ def test_a_request_that_could_never_fit_is_refused_with_the_numbers_and_the_reme
         scheduler.add(make_request(5, 8))
     assert str(error.value) == (
         "needs 4 blocks of 4 tokens (5 in the prompt + max_tokens 8), the pool has 3 (12 tokens); "
-        "shorten the prompt, lower max_tokens, or give the server more KV memory"
+        "shorten the prompt, lower max_tokens, or start the server with more KV memory: "
+        "--kv-cache-memory-bytes, --gpu-memory-utilization or --num-gpu-blocks-override"
     )
     assert not scheduler.has_work
 
@@ -361,6 +362,7 @@ def test_choices_share_their_prompt_until_they_are_admitted():
     harness = Harness(max_num_seqs=2)
     sequences = harness.add([5, 6, 7], 4, n=4, temperature=1.0)
     assert len({id(sequence.token_ids) for sequence in sequences}) == 1
+    harness.advance()
     harness.schedule()
     first, second, third, fourth = (sequence.token_ids for sequence in sequences)
     assert first is not second and first is not third and second is not third

@@ -87,7 +87,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    await until(lambda: not scheduler_of(engine).has_work)
+    scheduler = scheduler_of(engine)
+    await until(lambda: not (scheduler.has_work or scheduler.is_busy))
 
 
 def check_nothing_is_held(engine: AsyncEngine, runner: FakeRunner) -> None:

@@ -35,6 +35,8 @@ INFO = RunnerInfo(
 class EchoRunner:
     """Answers each step with its id; says on which threads it was called."""
 
+    store = None
+
     def __init__(self) -> None:
         self.threads: set[int] = set()
         self.entered = threading.Event()

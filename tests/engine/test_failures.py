@@ -183,12 +183,12 @@ def test_an_engine_whose_books_are_wrong_dies_and_nobody_hangs(broken):
                 await until(lambda: engine.stats().num_requests_running > 0)
                 if broken == "integrity":
                     other.cancel()
-                    scheduler._free_rows.append(0)  # found when the last request has ended
+                    scheduler._roster._free_rows.append(0)  # found when the last request has ended
                     gate.release(10)
                     (completion,) = await stream.collect()
                     assert list(completion.token_ids) == oracle(runner, PROMPT, 4)
                 else:
-                    del scheduler._free_rows
+                    del scheduler._roster._free_rows
                     gate.release(10)
                     for reader in (stream, other):
                         with pytest.raises(EngineDeadError, match="_free_rows"):

@@ -242,16 +242,17 @@ def test_chats_are_encoded_with_the_template():
     run(main)
 
 
-def test_one_line_at_ready_and_one_per_request_at_debug(caplog):
+def test_two_lines_at_ready_and_one_per_request_at_debug(caplog):
     async def main() -> None:
         async with make_engine(make_runner()) as engine:
             await engine.generate(PROMPT, greedy(max_tokens=2), request_id="mine").collect()
 
     with caplog.at_level(logging.DEBUG, logger="streamkv"):
         run(main)
-    ready, request = (record for record in caplog.records)
-    assert ready.levelno == logging.INFO
-    assert "64 KV blocks of 4 tokens" in ready.getMessage()
+    ready, memory, request = (record for record in caplog.records)
+    assert ready.levelno == memory.levelno == logging.INFO
+    assert "fake is ready on cpu: " in ready.getMessage()
+    assert "64 blocks of 4 (0 MiB) hold 256 tokens, 2.0 sequences of 128" in memory.getMessage()
     assert request.levelno == logging.DEBUG
     assert "mine ended: 3 prompt tokens" in request.getMessage()
 

@@ -75,8 +75,10 @@ def test_scripts_of_vllm_are_understood_or_told_what_to_do():
         assert first.metrics.finished_time > second.metrics.finished_time
         (output,) = llm.chat(CHAT, greedy(max_tokens=2), False, None, STRIPPING, "auto")
         assert output.prompt == "[user] what is the answer\n"
-        with pytest.raises(AttributeError, match="no beam_search, .*: answers are sampled"):
+        with pytest.raises(InvalidRequestError, match="params: expected BeamSearchParams, got"):
             llm.beam_search(["a"], None)
+        with pytest.raises(AttributeError, match="no encode, .*: models here generate text"):
+            _ = llm.encode
         with pytest.raises(AttributeError, match="LLM has no attribute 'unheard_of'"):
             _ = llm.unheard_of
         assert not hasattr(llm, "reset_prefix_cache")

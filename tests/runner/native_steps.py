@@ -17,10 +17,11 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 200
 VOCAB_SIZE = 64
 MAX_TOKENS = 80
+NUM_SLOTS = 12
 
 
 def small_cache() -> KvCache:
-    return KvCache("float32", NUM_BLOCKS, 2, 1, BLOCK_SIZE, 16)
+    return KvCache("float32", NUM_BLOCKS, 2, 1, BLOCK_SIZE, 16, NUM_SLOTS)
 
 
 def native_runner(cache: KvCache | None = None, num_threads: int = 2) -> Runner:
@@ -37,7 +38,8 @@ def native_runner(cache: KvCache | None = None, num_threads: int = 2) -> Runner:
 
 
 def make_step(step_id: int, scheduled=(), *, removed=(), added=(), appended=(), copies=()):
-    """`added`: RowAdded, or (row, token ids, block ids) of a greedy row."""
+    """`added`: RowAdded, or (row, token ids, block ids) of a greedy row. `copies`: (number, kind,
+    source, target)."""
     return StepInput(
         step_id=step_id,
         removed=pack_ints(removed),
@@ -49,7 +51,7 @@ def make_step(step_id: int, scheduled=(), *, removed=(), added=(), appended=(), 
         ),
         appended=pack_ints(value for pair in appended for value in pair),
         scheduled=pack_ints(value for entry in scheduled for value in entry),
-        copies=pack_ints(value for pair in copies for value in pair),
+        copies=pack_ints(value for copy in copies for value in copy),
     )
 
 

@@ -82,5 +82,5 @@ def step(step_id: int, scheduled=(), *, removed=(), added=(), appended=(), copie
         ),
         appended=pack_ints(value for pair in appended for value in pair),
         scheduled=pack_ints(value for entry in scheduled for value in entry),
-        copies=pack_ints(value for pair in copies for value in pair),
+        copies=pack_ints(value for copy in copies for value in copy),
     )

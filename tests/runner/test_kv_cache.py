@@ -8,15 +8,28 @@ import pytest
 
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
+from streamkv.models import ModelConfig, read_config
 from streamkv.runner.kv_cache import (
     MemoryBudget,
     MemoryShare,
     available_memory_bytes,
     format_bytes,
-    plan_kv_cache,
 )
+from streamkv.runner.kv_plan import plan_host_slots, plan_kv_cache, plan_memory
 
 GIB = 1 << 30
+MIB = 1 << 20
+MODEL = read_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 10,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 4096,
+    }
+)
 
 
 def plan(**changes):
@@ -67,6 +80,75 @@ def test_an_override_wins_over_memory_and_there_is_always_a_block():
     assert plan(free_bytes=0).num_blocks == 1
     with pytest.raises(ConfigError, match="there are 7"):
         plan(num_blocks_override=7, max_model_len=113)
+
+
+def test_bytes_that_were_told_are_taken_to_the_last_block(caplog):
+    found = plan(kv_memory_bytes=16_000 * 9 + 15_999, free_bytes=0, max_num_seqs=1)
+    assert (found.num_blocks, found.max_model_len) == (9, 144)
+    assert plan(kv_memory_bytes=16_000 * 9, num_blocks_override=7).num_blocks == 7
+    assert plan(kv_memory_bytes=1 << 33, limit_bytes=16_000).num_blocks == (1 << 33) // 16_000
+    with pytest.raises(ConfigError, match="2000 needs 125 KV blocks .* there are 9 .*--max-model"):
+        plan(kv_memory_bytes=16_000 * 9, max_model_len=2000)
+    expected = r"--kv-cache-memory-bytes.: .*1 to 1048576 KV blocks .*15.6 KiB each, got 15999 "
+    with pytest.raises(ConfigError, match=expected):
+        plan(kv_memory_bytes=15_999)
+    with pytest.raises(ConfigError, match="got 16777232000 bytes for 1048577"):
+        plan(kv_memory_bytes=16_000 * ((1 << 20) + 1))
+
+
+def slots(free_bytes: int = GIB, block_bytes: int = 16_000, **config) -> int:
+    fields = {"swap_space": 0.0} | config
+    return plan_host_slots(EngineConfig(**fields), block_bytes=block_bytes, free_bytes=free_bytes)
+
+
+def test_host_slots_are_what_was_asked_for_and_enough_for_the_way_to_the_disk():
+    assert slots() == 0
+    assert slots(swap_space=0.5) == (GIB // 2) // 16_000
+    assert slots(kv_cache_dir="kv") == 64
+    assert slots(kv_cache_dir="kv", swap_space=0.0005) == 64
+    assert slots(kv_cache_dir="kv", swap_space=0.5) == (GIB // 2) // 16_000
+    assert slots(kv_cache_dir="kv", block_bytes=10 << 20) == 25, "256 MiB"
+    assert slots(kv_cache_dir="kv", block_bytes=400 << 20) == 1
+
+
+def test_host_slots_that_do_not_fit_are_refused_with_numbers():
+    with pytest.raises(ConfigError, match=r"--swap-space: 134217 KV blocks .* take 2.0 GiB, 1.0 G"):
+        slots(swap_space=2.0)
+    with pytest.raises(ConfigError, match=r"--kv-cache-dir: 64 KV .* take 1,000 KiB, 0 bytes are"):
+        slots(kv_cache_dir="kv", free_bytes=0)
+    with pytest.raises(ConfigError, match=r"--swap-space.: .* room for 1 to 1048576 .* 15.6 KiB"):
+        slots(swap_space=0.00001)
+    with pytest.raises(ConfigError, match="got 100 GiB for 6710886"):
+        slots(swap_space=100.0, free_bytes=1 << 50)
+
+
+def whole_plan(model: ModelConfig, host_free_bytes: int | None = None, **config):
+    return plan_memory(
+        EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, **config),
+        model,
+        block_bytes=MIB,
+        free_bytes=40 * MIB,
+        limit_bytes=None,
+        host_free_bytes=host_free_bytes,
+    )
+
+
+def test_host_slots_come_out_of_the_same_memory_unless_the_device_has_its_own():
+    assert whole_plan(MODEL).num_host_slots == 0
+    num_blocks = whole_plan(MODEL).num_blocks
+    swap = {"swap_space": 10 / 1024}
+    found = whole_plan(MODEL, **swap)
+    assert (found.num_host_slots, found.num_blocks) == (10, num_blocks - 10)
+    assert found.host_bytes == 10 * MIB
+    found = whole_plan(MODEL, host_free_bytes=10 * MIB, **swap)
+    assert (found.num_host_slots, found.num_blocks) == (10, num_blocks)
+    with pytest.raises(ConfigError, match="take 10.0 MiB, 9.0 MiB are free"):
+        whole_plan(MODEL, host_free_bytes=9 * MIB, **swap)
+    told = {"kv_cache_memory_bytes": 32 * MIB}
+    assert whole_plan(MODEL, **told).num_blocks == 32
+    with pytest.raises(ConfigError, match="take 10.0 MiB, .* MiB are free.*bytes .33554432"):
+        whole_plan(MODEL, **told, **swap)
+    assert whole_plan(MODEL, kv_cache_memory_bytes=1 << 30).num_blocks == 1024, "if told so"
 
 
 @pytest.mark.parametrize("num_blocks", [2**20 + 1, 2**26, 10**20])

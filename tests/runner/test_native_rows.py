@@ -16,14 +16,13 @@ from runner.native_steps import (
     MAX_MODEL_LEN,
     NUM_BLOCKS,
     NUM_ROWS,
+    NUM_SLOTS,
     VOCAB_SIZE,
     RandomSteps,
     make_step,
     native_runner,
-    small_cache,
 )
 
-from streamkv._cpu import Team, ops
 from streamkv.protocol import (
     RowAdded,
     StepInput,
@@ -53,6 +52,7 @@ def python_rows() -> Rows:
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         vocab_size=VOCAB_SIZE,
+        num_host_slots=NUM_SLOTS,
     )
 
 
@@ -162,8 +162,16 @@ BAD_STEPS = [
     (make_step(1, appended=[(-2, 1)]), "appended rows"),
     (make_step(1, appended=[(0, NUM_BLOCKS)]), "row 0 can't take block 200 as its number 1"),
     (make_step(1, appended=[(0, 7)] * 13), "row 0 can't take block 7 as its number 13"),
-    (make_step(1, copies=[(0, 3), (NUM_BLOCKS, 1)]), "copied blocks: expected 0 .. 199, got 0 .."),
-    (make_step(1, copies=[(0, -1)]), "copied blocks"),
+    (make_step(1, copies=[(0, 0, 0, 3), (4, 0, 200, 1)]), "copy 4: source: expected a block below"),
+    (make_step(1, copies=[(9, 0, 0, -1)]), "copy 9: target: expected a block below 200, got -1"),
+    (make_step(1, copies=[(9, 1, 0, 12)]), "copy 9: target: expected a host slot below 12, got 12"),
+    (make_step(1, copies=[(9, 1, 200, 0)]), "copy 9: source: expected a block below 200, got 200"),
+    (make_step(1, copies=[(9, 2, 12, 0)]), "copy 9: source: expected a host slot below 12, got 12"),
+    (make_step(1, copies=[(9, 2, -1, 0)]), "copy 9: source: expected a host slot below 12, got -1"),
+    (make_step(1, copies=[(9, 2, 0, 200)]), "copy 9: target: expected a block below 200, got 200"),
+    (make_step(1, copies=[(-1, 0, 0, 0)]), "copies: expected numbers from 0, got -1"),
+    (make_step(1, copies=[(9, 3, 0, 0)]), "copy 9: expected a kind of 0 to 2, got 3"),
+    (make_step(1, copies=[(9, -1, 0, 0)]), "copy 9: expected a kind of 0 to 2, got -1"),
 ]
 
 
@@ -256,24 +264,3 @@ def test_sampling_wants_the_logits_of_the_rows_that_asked():
     output = decode_output(native.sample(np.eye(1, VOCAB_SIZE, 9, dtype=np.float32)))
     assert [*unpack_ints(output.sampled)] == [9]
     assert output.duration_s > 0
-
-
-# --- copies -------------------------------------------------------------------------------------
-
-
-def test_copies_are_made_in_order_before_anything_is_computed():
-    team, cache = Team(1), small_cache()
-    runner = native_runner(cache)
-    qkv = np.random.default_rng(0).normal(size=(8, 3 * 16)).astype(np.float32)
-    slots = np.arange(8, dtype=np.int32) + 5 * BLOCK_SIZE  # blocks 5 and 6
-    for layer in range(2):
-        ops.store_kv(team, qkv + layer, cache, slots, layer, 1)
-    before = {block: [cache.read(block, layer) for layer in range(2)] for block in (5, 6)}
-    # 6 becomes 5, and what 9 then gets of 6 is 5's; 6 as it was is kept in 8.
-    step = make_step(0, copies=[(6, 8), (5, 6), (6, 9)])
-    assert decode_output(runner.step(encode_step(step))).error == ""
-    for block, was in [(5, 5), (6, 5), (8, 6), (9, 5)]:
-        for layer in range(2):
-            for got, expected in zip(cache.read(block, layer), before[was][layer], strict=True):
-                np.testing.assert_array_equal(got, expected)
-    assert not np.array_equal(before[5][0][0], before[6][0][0])

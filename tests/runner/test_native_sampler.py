@@ -181,7 +181,7 @@ def random_row(generator: np.random.Generator, vocab_size: int) -> dict:
         seed=int(generator.integers(-(2**63), 2**63)),
         choice=int(generator.integers(0, 5)),
         min_tokens=maybe(int(generator.integers(0, 40)), 0),
-        num_logprobs=maybe(int(generator.choice([0, 1, 5, 20])), -1),
+        num_logprobs=maybe(int(generator.choice([0, 1, 5, 20, 128, 1088])), -1),
         min_tokens_stop_ids=stop_ids,
         bias_ids=maybe(bias_ids, []),
         bias_values=generator.uniform(-100, 100, num_edits).tolist(),

@@ -7,7 +7,7 @@ import random
 import numpy as np
 from runner.native_steps import VOCAB_SIZE, RandomSteps, make_step, native_runner
 
-from streamkv.protocol import RowAdded, StepInput, pack_ints
+from streamkv.protocol import CopyKind, RowAdded, StepInput, pack_ints
 from streamkv.step_bytes import decode_output, decode_step, encode_step
 
 
@@ -23,7 +23,7 @@ def busy_step() -> StepInput:
         removed=[5],
         added=rows,
         appended=[(0, 17), (2, 18)],
-        copies=[(17, 3)],
+        copies=[(5, CopyKind.BLOCK, 17, 3), (6, CopyKind.OUT, 3, 11)],
     )
 
 

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_checkpoint
 
 from streamkv.errors import ConfigError, ModelLoadError
-from streamkv.protocol import Ask, FinishReason, unpack_ints
+from streamkv.protocol import Ask, CopyKind, FinishReason, unpack_ints
 from streamkv.runner.kv_cache import MemoryBudget
 
 RUNNERS = {
@@ -183,8 +183,9 @@ def test_a_chunk_that_asks_for_nothing_stores_kv_and_a_sampled_token_is_kept(
         (step(1, removed=[-1]), "removed rows"),
         (step(1, appended=[(-2, 1)]), "appended rows"),
         (step(1, appended=[(0, 512)]), "can't take block 512"),
-        (step(1, copies=[(3, 512)]), "copied blocks"),
-        (step(1, copies=[(-1, 3)]), "copied blocks"),
+        (step(1, copies=[(5, CopyKind.BLOCK, 3, 512)]), "target: expected a block below 512"),
+        (step(1, copies=[(7, CopyKind.OUT, 3, 0)]), "copy 7: target: expected a host slot below 0"),
+        (step(1, copies=[(7, 3, 3, 0)]), "copy 7: expected a kind of 0 to 2, got 3"),
     ],
 )
 def test_a_step_that_breaks_the_protocol_is_an_error_and_the_next_one_works(
@@ -298,7 +299,7 @@ def test_a_step_is_never_larger_than_what_can_run_at_once(folder, kind):
         runner = type(base)(config, base._checkpoint, MemoryBudget(16 << 20))
         plans.append(runner.load(lambda stage, fraction: None))
         runner.close()
-    assert plans[0] == plans[1] and plans[0].max_model_len == 256
+    assert plans[0].num_blocks == plans[1].num_blocks and plans[0].max_model_len == 256
     config = structs.replace(base._config, max_num_batched_tokens=10**9, num_gpu_blocks_override=0)
     with pytest.raises(ConfigError, match=r"lower --max-num-batched-tokens \(1000000000\)"):
         type(base)(config, base._checkpoint, MemoryBudget(16 << 20)).load(lambda *_: None)
@@ -361,7 +362,9 @@ def test_blocks_are_copied_before_anything_is_computed(folder, expected, kind):
         [(1, 39, 1, Ask.SAMPLE)],
         removed=[0],
         added=[(1, prompt, [8, 7, 6])],
-        copies=[(5, 9), (4, 7), (3, 8), (9, 6)],
+        copies=[(4, 0, 5, 9), (3, 0, 4, 7), (2, 0, 3, 8), (8, 0, 9, 6)],
     )
     output = runner.step(copied)
     assert output.error == "" and [*unpack_ints(output.sampled)] == expected[9][:1]
+    assert [*unpack_ints(output.copies_done)] == [4, 3, 2, 8] and output.copies_failed == b""
+    assert 0 < output.copies_s < output.duration_s

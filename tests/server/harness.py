@@ -161,6 +161,8 @@ class Server:
 class ScriptedRunner:
     """A model that says the same to everybody: `script`, then its last token for ever."""
 
+    store = None
+
     def __init__(self, script: Sequence[int]) -> None:
         self._script = script
         self._num_prompt_tokens: dict[int, int] = {}

@@ -184,10 +184,3 @@ def test_prompts_that_a_busy_queue_has_no_room_for_are_refused_together() -> Non
             gate.release(1000)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         small.wait_idle()
-
-
-def test_best_of_may_equal_n(server: Server) -> None:
-    completion = server.openai().completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=1, n=2, best_of=2
-    )
-    assert len(completion.choices) == 2

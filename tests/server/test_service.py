@@ -44,6 +44,25 @@ NAMES = {
     "num_preemptions_total",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
+    "prefix_cache_hits_by_tier_total",
+    "preemptions_by_mode_total",
+    "kv_cache_blocks_total",
+    "kv_cache_blocks_held",
+    "kv_cache_tokens_held",
+    "kv_cache_block_size",
+    "kv_cache_blocks_pinned",
+    "kv_cache_sessions",
+    "kv_host_slots_total",
+    "kv_host_slots_used",
+    "kv_blocks_evicted_total",
+    "kv_blocks_copied_total",
+    "kv_blocks_swapped_out_total",
+    "kv_blocks_swapped_in_total",
+    "kv_copies_failed_total",
+    "kv_store_reads_total",
+    "kv_store_writes_total",
+    "kv_store_failures_total",
+    "num_requests_loading",
     "request_success_total",
     "time_to_first_token_seconds_bucket",
     "time_to_first_token_seconds_count",
@@ -206,7 +225,9 @@ def test_metrics_count_what_happened() -> None:
     with serve() as server:
         before = scrape(server)
         assert {name.removeprefix("streamkv:") for name, _ in before} >= NAMES
-        assert not any(value for (name, _), value in before.items() if "_created" not in name)
+        plan = {"streamkv:kv_cache_blocks_total": 1024, "streamkv:kv_cache_block_size": 16}
+        counted = {name: value for (name, _), value in before.items() if "_created" not in name}
+        assert {name: value for name, value in counted.items() if value} == plan
         prompt, expected = [5, 6, 7], server.answer([5, 6, 7], 9)
         with server.client() as client:
             for stream in (False, True):
@@ -238,6 +259,8 @@ def test_the_time_to_the_first_token_counts_before_the_answer_has_ended() -> Non
         server.wait_idle()
         after = scrape(server)
     assert running["streamkv:num_requests_running", ""] == 1
+    held = [running[f"streamkv:kv_cache_{what}_held", ""] for what in ("blocks", "tokens")]
+    assert held[0] == 1 and 3 <= held[1] <= 8  # steps in flight included
     assert (running[count], after[count]) == (1, 1)
 
 

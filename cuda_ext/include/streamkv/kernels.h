@@ -24,6 +24,10 @@ namespace streamkv {
 // float16: sources only. int8: inputs, rows of InputGroups; and KV, with a scale a token and head.
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
+// Raised with each change after which the same model computes other bits of keys and values, or lays
+// them out otherwise: what was kept on disk before is then not used any more.
+constexpr int64_t kKernelRevision = 1;
+
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kMaxHeads = int64_t{1} << 20;  // so that no row's size overflows
 constexpr int64_t kPartition = 64;  // tokens of context whose softmax is computed on its own

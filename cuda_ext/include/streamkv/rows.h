@@ -34,7 +34,7 @@ class Rows {
  public:
   explicit Rows(const RowsShape& shape);  // std::invalid_argument for sizes below 1
 
-  // Removed, then added, then appended. (Copies are checked here and made by the caller.)
+  // Removed, then added, then appended. (Copies are BlockCopier's.)
   void apply(const StepInput& step);
 
   // The inputs of a step from `scheduled` [n, 4], n >= 1. Valid until the next call.

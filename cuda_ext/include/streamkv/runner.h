@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "streamkv/batch_arrays.h"
+#include "streamkv/block_copier.h"
 #include "streamkv/channel.h"
 #include "streamkv/kv_cache.h"
 #include "streamkv/program.h"
@@ -53,16 +54,17 @@ class Runner {
  private:
   std::string try_step(std::string_view message);
   std::string out_of_memory(std::string_view message);
+  void make_copies(const PackedInts& copies);
   void sample_rows(const float* logits);
   void sample_row_at(int64_t index, const float* logits);
   std::string finish();
 
   Program* program_;
   Team& team_;
-  KvCache& cache_;
   BufferId logits_;
   RunnerLimits limits_;
   Rows rows_;
+  BlockCopier copier_;
 
   // Of the step in progress.
   std::chrono::steady_clock::time_point started_;

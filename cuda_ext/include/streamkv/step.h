@@ -59,7 +59,7 @@ struct StepInput {
   int64_t step_id = -1;
   PackedInts removed;    // [n]
   PackedInts appended;   // [n, 2] flat: (row, block)
-  PackedInts copies;     // [n, 2] flat: (source block, target block)
+  PackedInts copies;     // [n, 4] flat: (number, CopyKind, source, target)
   PackedInts scheduled;  // [n, 4] flat: (row, start, count, 1 if it asks for a sample)
   std::vector<RowAdded> added;
 };
@@ -72,8 +72,10 @@ struct OutputRow {
 struct StepOutput {
   int64_t step_id = -1;
   double duration_s = 0;
-  std::vector<OutputRow> rows;  // those that asked, in the order scheduled
-  std::string error;            // not empty: nothing was sampled
+  double copies_s = 0;               // what the copies took of it
+  std::vector<OutputRow> rows;       // those that asked, in the order scheduled
+  std::vector<int32_t> copies_done;  // numbers of copies that are made, though there is an error
+  std::string error;                 // not empty: nothing was sampled
 };
 
 // Throws std::invalid_argument for a message that is not one step from end to end.

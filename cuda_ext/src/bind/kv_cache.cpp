@@ -77,13 +77,21 @@ nb::tuple read(const KvCache& cache, int64_t block, int64_t layer) {
 void copy_block(KvCache& cache, int64_t source, int64_t target) {
   check_index("KvCache.copy_block", "source", source, cache.num_blocks);
   check_index("KvCache.copy_block", "target", target, cache.num_blocks);
-  cache.copy_block(source, target);
+  memmove(cache.block(target), cache.block(source), cache.block_bytes());
+}
+
+nb::object host_slots(nb::handle self) {
+  const auto& cache = nb::cast<const KvCache&>(self);
+  const size_t shape[2] = {static_cast<size_t>(cache.num_host_slots),
+                           static_cast<size_t>(cache.block_bytes())};
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t>(cache.host.data(), 2, shape, self));
 }
 
 void init(KvCache* self, const std::string& dtype, int64_t num_blocks, int64_t num_layers,
-          int64_t num_kv_heads, int64_t block_size, int64_t head_dim) {
+          int64_t num_kv_heads, int64_t block_size, int64_t head_dim, int64_t num_host_slots) {
   new (self) KvCache(KvCache::allocate(parse_any_dtype("KvCache", "dtype", dtype), num_blocks,
-                                       num_layers, num_kv_heads, block_size, head_dim));
+                                       num_layers, num_kv_heads, block_size, head_dim,
+                                       num_host_slots));
 }
 
 }  // namespace
@@ -91,7 +99,8 @@ void init(KvCache* self, const std::string& dtype, int64_t num_blocks, int64_t n
 void bind_kv_cache(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache", "The keys and values of one model, in blocks of all layers.")
       .def("__init__", &init, nb::arg("dtype"), nb::arg("num_blocks"), nb::arg("num_layers"),
-           nb::arg("num_kv_heads"), nb::arg("block_size"), nb::arg("head_dim"))
+           nb::arg("num_kv_heads"), nb::arg("block_size"), nb::arg("head_dim"),
+           nb::arg("num_host_slots") = 0)
       .def_prop_ro("dtype", [](const KvCache& cache) { return dtype_name(cache.dtype); })
       .def_ro("num_blocks", &KvCache::num_blocks)
       .def_ro("num_layers", &KvCache::num_layers)
@@ -101,6 +110,10 @@ void bind_kv_cache(nb::module_& m) {
       .def_prop_ro("num_bytes", [](const KvCache& cache) { return cache.memory.num_bytes(); })
       .def_prop_ro("block_bytes", &KvCache::block_bytes)
       .def("copy_block", &copy_block, nb::arg("source"), nb::arg("target"))
+      .def_ro("num_host_slots", &KvCache::num_host_slots)
+      .def("host_slots", &host_slots,
+           "The host memory itself, uint8 [num_host_slots, block_bytes]: other threads may use the "
+           "slots that no copy of a step names.")
       .def("read", &read, nb::arg("block"), nb::arg("layer"),
            "K and V of one block and layer, float32 [num_kv_heads, block_size, head_dim] each.");
 }

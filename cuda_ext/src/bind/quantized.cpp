@@ -161,14 +161,8 @@ nb::object unpack(const OwnedQuantizedWeight& weight, int64_t first_output, int6
 // Each array keeps the memory, the weight may go.
 nb::list buffers(const OwnedQuantizedWeight& weight) {
   nb::list arrays;
-  for (int64_t i = 0; i < weight.view.num_parts; ++i) {
-    nb::capsule owner(new std::shared_ptr<Memory>(weight.memory), [](void* p) noexcept {
-      delete static_cast<std::shared_ptr<Memory>*>(p);
-    });
-    auto* data = const_cast<uint8_t*>(static_cast<const uint8_t*>(weight.view.parts[i].data));
-    const size_t shape[1] = {static_cast<size_t>(weight.part_bytes(i))};
-    arrays.append(nb::ndarray<nb::numpy, uint8_t>(data, 1, shape, owner));
-  }
+  for (int64_t i = 0; i < weight.view.num_parts; ++i)
+    arrays.append(bytes_of(weight.memory, weight.view.parts[i].data, weight.part_bytes(i)));
   return arrays;
 }
 

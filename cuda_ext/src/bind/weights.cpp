@@ -83,6 +83,12 @@ nb::object unpack(const OwnedWeight& weight, int64_t first_output, int64_t num_r
   return out.array;
 }
 
+nb::list buffers(const OwnedWeight& weight) {
+  nb::list arrays;
+  arrays.append(bytes_of(weight.memory, weight.view.data, weight.num_bytes()));
+  return arrays;
+}
+
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (int i = 0, count = num_available_isas(); i < count; ++i) names.push_back(available_isa(i));
@@ -114,6 +120,8 @@ void bind_weights(nb::module_& m) {
   m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, nb::arg("name"),
         "Chooses the kernels, for weights and caches made from now on.");
 
+  m.attr("KERNEL_REVISION") = kKernelRevision;
+
   nb::class_<WeightArena>(m, "WeightArena", "Where the weights of a model lie side by side.")
       .def(nb::init<>());
   nb::class_<OwnedWeight>(m, "PackedWeight", "A matrix [num_outputs, depth] as products read it.")
@@ -130,6 +138,7 @@ void bind_weights(nb::module_& m) {
            "Takes rows of the matrix, float32, float16 or uint16 (bfloat16 bits).")
       .def("unpack", &unpack, nb::arg("first_output"), nb::arg("num_rows"),
            "The same rows as float32.")
+      .def("buffers", &buffers, "The packed bytes.")
       .def_prop_ro("dtype", [](const OwnedWeight& w) { return dtype_name(w.view.dtype); })
       .def_prop_ro("num_outputs", [](const OwnedWeight& w) { return w.view.num_outputs; })
       .def_prop_ro("depth", [](const OwnedWeight& w) { return w.view.depth; })

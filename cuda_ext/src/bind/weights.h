@@ -61,6 +61,17 @@ inline WeightArena::Piece take_from(WeightArena* arena, int64_t num_bytes) {
   return arena == nullptr ? WeightArena::alone(num_bytes) : arena->take(num_bytes);
 }
 
+// Packed bytes as an array that keeps their memory.
+inline nanobind::ndarray<nanobind::numpy, uint8_t> bytes_of(const std::shared_ptr<Memory>& memory,
+                                                            const void* data, int64_t num_bytes) {
+  nanobind::capsule owner(new std::shared_ptr<Memory>(memory), [](void* p) noexcept {
+    delete static_cast<std::shared_ptr<Memory>*>(p);
+  });
+  const size_t shape[1] = {static_cast<size_t>(num_bytes)};
+  auto* bytes = const_cast<uint8_t*>(static_cast<const uint8_t*>(data));
+  return nanobind::ndarray<nanobind::numpy, uint8_t>(bytes, 1, shape, owner);
+}
+
 // Of either class of weight, for the op that is given it.
 template <class Owned>
 const auto& check_weight(const char* op, const Owned& weight) {

@@ -1,7 +1,5 @@
 #include "streamkv/kv_cache.h"
 
-#include <string.h>
-
 #include <limits>
 #include <new>
 #include <stdexcept>
@@ -28,7 +26,8 @@ void check(bool is_right, const char* name, const char* expected, int64_t got) {
 }  // namespace
 
 KvCache KvCache::allocate(Dtype dtype, int64_t num_blocks, int64_t num_layers,
-                          int64_t num_kv_heads, int64_t block_size, int64_t head_dim) {
+                          int64_t num_kv_heads, int64_t block_size, int64_t head_dim,
+                          int64_t num_host_slots) {
   if (dtype != Dtype::kFloat32 && dtype != Dtype::kBFloat16 && dtype != Dtype::kInt8)
     throw std::invalid_argument("KvCache: dtype must be float32, bfloat16 or int8");
   constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();  // slots are int32
@@ -39,13 +38,16 @@ KvCache KvCache::allocate(Dtype dtype, int64_t num_blocks, int64_t num_layers,
         "a multiple of 16 up to 256", head_dim);
   check(num_blocks >= 1 && num_blocks <= kMaxTokens / block_size, "num_blocks",
         "at least 1, and num_blocks * block_size below 2**31", num_blocks);
-  KvCache cache{{},           dtype,      num_blocks, num_layers,
-                num_kv_heads, block_size, head_dim};
-  if (num_blocks > std::numeric_limits<int64_t>::max() / cache.block_bytes())
+  check(num_host_slots >= 0 && num_host_slots <= kMaxTokens, "num_host_slots",
+        "0 to 2**31 - 1", num_host_slots);
+  KvCache cache{{},         {},           dtype,      num_blocks, num_host_slots,
+                num_layers, num_kv_heads, block_size, head_dim};
+  if (num_blocks + num_host_slots > std::numeric_limits<int64_t>::max() / cache.block_bytes())
     throw std::bad_alloc();
   // Blocks lie far apart and each is read from end to end: with small pages, finding them takes
   // longer than the arithmetic.
   cache.memory = Memory(num_blocks * cache.block_bytes(), true);
+  cache.host = Memory(num_host_slots * cache.block_bytes(), true);
   return cache;
 }
 
@@ -58,9 +60,12 @@ KvLayer KvCache::layer(int64_t index) const {
   return {data, dtype, block_bytes(), num_blocks, block_size, num_kv_heads, head_dim};
 }
 
-void KvCache::copy_block(int64_t source, int64_t target) {
-  char* data = static_cast<char*>(memory.data());
-  memmove(data + target * block_bytes(), data + source * block_bytes(), block_bytes());
+char* KvCache::block(int64_t id) const {
+  return static_cast<char*>(memory.data()) + id * block_bytes();
+}
+
+char* KvCache::host_slot(int64_t id) const {
+  return static_cast<char*>(host.data()) + id * block_bytes();
 }
 
 }  // namespace streamkv

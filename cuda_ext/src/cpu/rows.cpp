@@ -91,7 +91,6 @@ void Rows::apply(const StepInput& step) {
   asking_.clear();
   check_range("removed rows", step.removed, shape_.num_rows);
   check_range("appended rows", step.appended, shape_.num_rows, 0, 2);
-  check_range("copied blocks", step.copies, shape_.num_blocks);
   for (int64_t i = 0; i < step.removed.size(); ++i) rows_[step.removed[i]] = Row{};
   for (const RowAdded& added : step.added) add(added);
   for (int64_t i = 0; i < step.appended.size(); i += 2)

@@ -30,10 +30,10 @@ Runner::Runner(Program* program, Team& team, KvCache& cache, BufferId logits,
                const RunnerLimits& limits)
     : program_(program),
       team_(team),
-      cache_(cache),
       logits_(logits),
       limits_(limits),
       rows_(rows_shape(cache, limits)),
+      copier_(cache, team),
       spare_output_(make_spare_output()) {
   if (program_ != nullptr)
     program_->reserve(limits_.max_tokens, std::min(limits_.max_tokens, limits_.num_rows));
@@ -91,13 +91,20 @@ const BatchArrays* Runner::prepare(std::string_view message) {
   output_.step_id = step_id_of(message);
   is_batched_ = false;
   const StepInput step = parse_step(message);
+  copier_.check(step.copies);
   rows_.apply(step);
-  for (int64_t i = 0; i < step.copies.size(); i += 2)
-    cache_.copy_block(step.copies[i], step.copies[i + 1]);
+  if (step.copies.size() > 0) make_copies(step.copies);
   if (step.scheduled.size() == 0) return nullptr;
   const BatchArrays& batch = rows_.batch(step.scheduled);
   is_batched_ = true;
   return &batch;
+}
+
+void Runner::make_copies(const PackedInts& copies) {
+  const auto started = std::chrono::steady_clock::now();
+  copier_.make(copies, output_.copies_done);
+  output_.copies_s =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
 }
 
 std::string Runner::sample(const float* logits, int64_t num_logit_rows) {

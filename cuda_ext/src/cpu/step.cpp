@@ -6,8 +6,8 @@
 namespace streamkv {
 namespace {
 
-constexpr std::string_view kStepMagic = "SKI1";
-constexpr std::string_view kOutputMagic = "SKO1";
+constexpr std::string_view kStepMagic = "SKI2";
+constexpr std::string_view kOutputMagic = "SKO2";
 
 // Takes one thing after another off a message.
 class Reader {
@@ -118,7 +118,7 @@ StepInput parse_step(std::string_view message) {
   const int64_t num_scheduled = reader.number<int32_t>();
   step.removed = reader.array(num_removed);
   step.appended = reader.array(2 * num_appended);
-  step.copies = reader.array(2 * num_copies);
+  step.copies = reader.array(4 * num_copies);
   step.scheduled = reader.array(4 * num_scheduled);
   // Each takes its bytes off the message, so a wrong number can't make this long.
   for (int64_t i = 0; i < num_added; ++i) step.added.push_back(read_added(reader));
@@ -146,12 +146,16 @@ std::string write_output(const StepOutput& output) {
   append(message, static_cast<int32_t>(tokens.size()));
   append(message, output.step_id);
   append(message, output.duration_s);
+  append(message, output.copies_s);
   append(message, static_cast<int32_t>(failed.size()));
   append(message, static_cast<int32_t>(with_logprobs ? tokens.size() : 0));
+  append(message, static_cast<int32_t>(output.copies_done.size()));
+  append<int32_t>(message, 0);  // of copies that failed: those in neither list have, with an error
   append(message, static_cast<int32_t>(output.error.size()));
   append<int32_t>(message, 0);
   append(message, tokens);
   append(message, failed);
+  append(message, output.copies_done);
   if (with_logprobs)
     for (const OutputRow& row : output.rows) append_logprobs(message, row);
   message += output.error;

@@ -1,0 +1,81 @@
+"""Overload: many requests at once on a pool that holds a part of them, against one that holds all.
+
+The pool's blocks hold `num_fitting` whole sequences, and as they begin smaller, more than those
+are admitted, so that some have to step back. None may be refused, and each answer must be the one
+of the big pool.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from .client import answer_of
+from .report import Report
+from .servers import Lab
+
+TARGET = 0.70
+BLOCK_SIZE = 16
+SWAP_GIB = "2"
+BIG, SWAP, RECOMPUTE = "all fit", "with swap space", "without"
+
+
+async def overload(
+    lab: Lab,
+    *,
+    num_requests: int = 200,
+    num_fitting: int = 40,
+    input_len: int = 64,
+    output_len: int = 64,
+) -> Report:
+    each = -(-(input_len + output_len) // BLOCK_SIZE)
+    context = (
+        "--block-size",
+        str(BLOCK_SIZE),
+        "--max-model-len",
+        str(max(512, input_len + output_len)),
+    )
+    small = (*context, "--num-gpu-blocks-override", str(each * num_fitting))
+    big = (*context, "--num-gpu-blocks-override", str(each * num_requests))
+    report = Report(
+        "overload",
+        f"{num_requests} requests at once, {input_len} tokens in and {output_len} out; the pool "
+        f"holds {num_fitting} of them ({each * num_fitting} blocks)",
+    )
+    async with (
+        lab.server(*big) as all_fit,
+        lab.server(*small, "--swap-space", SWAP_GIB) as swapping,
+        lab.server(*small, "--swap-space", "0") as recomputing,
+    ):
+        clients = {
+            BIG: all_fit.client,
+            SWAP: swapping.client,
+            RECOMPUTE: recomputing.client,
+        }
+        times: dict[str, list[float]] = {way: [] for way in clients}
+        for client in clients.values():
+            await client.ask(lab.prompts("overload warm-up").tokens(input_len), output_len)
+        for number in range(lab.rounds):
+            source = lab.prompts(f"overload {number}")
+            prompts = source.prompts(num_requests, input_len)
+            answers = {}
+            for way in list(clients)[:: 1 if number % 2 == 0 else -1]:
+                lab.say(f"{report.name}: round {number + 1}, {way}")
+                started_s = time.monotonic()
+                streams = await clients[way].ask_all(
+                    prompts, [output_len] * num_requests, num_requests
+                )
+                times[way].append(time.monotonic() - started_s)
+                answers[way] = [*map(answer_of, streams)]
+            for way in (SWAP, RECOMPUTE):
+                report.compare(f"round {number}, {way}", answers[way], answers[BIG])
+        counts = {way: (await clients[way].metrics())["num_preemptions_total"] for way in clients}
+    taken = {way: statistics.median(each) for way, each in times.items()}
+    for way in (SWAP, RECOMPUTE):
+        ratio = taken[BIG] / taken[way]
+        report.add(f"throughput {way} / where all fit", ratio, "%", at_least=TARGET)
+    report.add("output tokens a second where all fit", num_requests * output_len / taken[BIG])
+    for way, count in counts.items():
+        report.add(f"preemptions, {way}", count)
+    report.notes.append("none was refused")  # one that is ends the run
+    return report

@@ -1,0 +1,58 @@
+"""What can never run, whatever the load: refused at once, with the numbers."""
+
+from __future__ import annotations
+
+from ..errors import CapacityError, ContextLengthError, InvalidRequestError
+from ..protocol import Request
+
+
+def num_blocks_needed(request: Request, block_size: int) -> int:
+    """In the worst case, with no one else there: for one sequence, as others of its request can
+    wait for it; for all beams, which go on together and share the prompt's full blocks."""
+    num_tokens = len(request.prompt_token_ids) + request.max_tokens
+    num_blocks = -(-num_tokens // block_size)
+    if not request.sampling.use_beam_search:
+        return num_blocks
+    # Each beam computes its last token itself, even of a prompt that is cached whole.
+    num_shared = (len(request.prompt_token_ids) - 1) // block_size
+    return num_shared + request.sampling.num_sequences * (num_blocks - num_shared)
+
+
+def check_admissible(
+    request: Request, *, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
+) -> None:
+    """Raise InvalidRequestError, ContextLengthError or CapacityError if it could never run."""
+    num_prompt_tokens, params = len(request.prompt_token_ids), request.sampling
+    for name, number in (("prompt", num_prompt_tokens), ("max_tokens", request.max_tokens)):
+        if number < 1:
+            raise InvalidRequestError(
+                f"{name}: expected at least one token, got {number}", param=name
+            )
+    num_tokens = num_prompt_tokens + request.max_tokens
+    if num_tokens > max_model_len:
+        raise ContextLengthError(
+            f"expected at most {max_model_len} tokens of context, got {num_tokens} "
+            f"({num_prompt_tokens} in the prompt + max_tokens {request.max_tokens}); "
+            "shorten the prompt or lower max_tokens",
+            param="max_tokens",
+        )
+    beams, remedy = "", "shorten the prompt, lower max_tokens"
+    if params.use_beam_search:
+        width, name = params.num_sequences, "n" if params.best_of is None else "best_of"
+        if width > max_num_seqs:
+            raise CapacityError(
+                f"{name}: expected at most {max_num_seqs} beams, as many as sequences run at once, "
+                f"got {width}; ask for fewer, or start the server with a higher --max-num-seqs",
+                param=name,
+            )
+        beams, remedy = f" for each of {width} beams", f"lower {name}, {remedy}"
+    num_needed = num_blocks_needed(request, block_size)
+    if num_needed > num_blocks:
+        raise CapacityError(
+            f"needs {num_needed} blocks of {block_size} tokens ({num_prompt_tokens} in the "
+            f"prompt + max_tokens {request.max_tokens}{beams}), the pool has {num_blocks} "
+            f"({num_blocks * block_size} tokens); {remedy}, or start the server with more "
+            "KV memory: --kv-cache-memory-bytes, --gpu-memory-utilization or "
+            "--num-gpu-blocks-override",
+            param="max_tokens",
+        )

@@ -1,0 +1,109 @@
+"""Admission: which of those that wait may start in a step.
+
+Owns the rule that nobody overtakes the head of the queue, and what a start takes: rows and blocks,
+for the sequence and for those of its group that wait for it. Must not know how running sequences
+share a step. Invariant: who is admitted fits with all its tokens, at that moment.
+"""
+
+from __future__ import annotations
+
+from .kv_manager import KVManager
+from .kv_types import Keep
+from .prefix_node import PrefixMatch
+from .roster import Roster
+from .sequence import NO_ROW, Sequence
+from .step_plan import StepPlan
+
+
+class Admission:
+    """Loads what a prefix has outside of the device first, once for each admission."""
+
+    __slots__ = (
+        "_kv",
+        "_max_num_seqs",
+        "_refused",
+        "_roster",
+        "num_hit_tokens",
+        "num_queries_tokens",
+    )
+
+    def __init__(self, kv: KVManager, roster: Roster, max_num_seqs: int) -> None:
+        self._kv = kv
+        self._roster = roster
+        self._max_num_seqs = max_num_seqs
+        self._refused: tuple[Sequence | None, int] = (None, 0)  # head that didn't fit, free blocks
+        self.num_queries_tokens = 0  # looked up at first admissions, once for each group
+        self.num_hit_tokens = 0  # of these, found
+
+    def forget_refusal(self) -> None:
+        """What is free, or cached, has changed in a way that the number of free blocks hides."""
+        self._refused = (None, 0)
+
+    def admit_waiting(self, plan: StepPlan, is_step_in_flight: bool) -> None:
+        """Admit from the front while budget, rows and blocks last; nobody overtakes the head."""
+        roster, kv = self._roster, self._kv
+        waiting = roster.waiting
+        while waiting and plan.budget and roster.num_free_rows:
+            sequence = waiting[0]
+            if sequence.row != NO_ROW:  # preempted, and a step that names it is in flight
+                return
+            num_held_back, group = roster.num_held_back, sequence.group
+            num_rows = 1 + (group.num_held_back if sequence is group.leader else 0)
+            num_free_rows = roster.num_free_rows - num_held_back - len(roster.loading)
+            if num_free_rows < min(num_rows, self._max_num_seqs):
+                return
+            is_alone = not (roster.running or roster.loading or is_step_in_flight)
+            match = self._find_room(sequence, kv.pool.num_free - num_held_back, is_alone)
+            if match is None:
+                return
+            if kv.load(sequence, match):
+                roster.begin_load(sequence)
+            else:
+                self._admit(sequence, match, plan)
+
+    def _find_room(self, sequence: Sequence, num_free: int, is_alone: bool) -> PrefixMatch | None:
+        """The cached prefix with which all its tokens, and its group, fit into the free blocks."""
+        kv = self._kv
+        refused, num_free_then = self._refused
+        if sequence is refused and num_free <= num_free_then and not is_alone:
+            return None
+        # Alone, it needs no more than itself: the others of its group can wait.
+        num_others = 0 if is_alone else self._num_blocks_of_others(sequence)
+        match = kv.match(sequence)
+        if kv.num_free_blocks_needed(sequence, match) + num_others <= num_free:
+            return match
+        self._refused = (sequence, num_free)
+        return None
+
+    def _num_blocks_of_others(self, sequence: Sequence) -> int:
+        """Blocks for those that wait for this one to have computed the prompt."""
+        group = sequence.group
+        if sequence is not group.leader:
+            return 0
+        num_shared = (sequence.num_prompt_tokens - 1) // self._kv.block_size
+        num_of_aside = sum(self._kv.num_blocks_for(s.num_tokens) - num_shared for s in group.aside)
+        return num_of_aside + len(group.spare)
+
+    def _admit(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
+        """Give it a row and its first tokens."""
+        kv, roster, group = self._kv, self._roster, sequence.group
+        kv.share(sequence, match)
+        num_hit_tokens = sequence.num_computed_tokens
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = num_hit_tokens
+            sequence.token_ids = sequence.token_ids.copy()  # its own from now on
+            if sequence is group.leader:
+                self.num_queries_tokens += len(sequence.token_ids)
+                self.num_hit_tokens += num_hit_tokens
+        elif sequence.keep is Keep.SWAP:
+            plan.swapped_in.append(sequence)
+        sequence.keep = Keep.CACHE
+        roster.admit(sequence)
+        plan.admitted.append(sequence)
+        count = min(sequence.num_uncomputed_tokens, plan.budget)
+        kv.grow(sequence, num_hit_tokens + count)
+        sequence.num_slots = len(sequence.block_table) * kv.block_size
+        plan.add_row(sequence)
+        plan.schedule_tokens(sequence, count)
+        if group in roster.leading and num_hit_tokens >= sequence.num_prompt_tokens - 1:
+            roster.let_followers_go(group)

@@ -1,0 +1,230 @@
+"""Committer: what a step's results mean for its sequences.
+
+Owns which copies are on their way, and the events that come of tokens, failures and beams. Must
+not know what the next step will have. Invariant (I8): a sequence has one terminal event, or was
+ended from outside, and there is none after it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..protocol import FinishReason, RowLogprobs, StepOutput, unpack_ints
+from .groups import SequenceGroup
+from .integrity import IntegrityError
+from .kv_manager import KVManager
+from .kv_types import Keep
+from .roster import Roster
+from .sequence import NO_ROW, Sequence, SequenceStatus
+from .step_plan import StepPlan
+
+NO_TOKEN = -1  # token_id of a terminal event that carries no token
+
+
+class TokenEvent(NamedTuple):
+    """One committed token, the end of a sequence, or both."""
+
+    sequence: Sequence
+    token_id: int  # NO_TOKEN if it ended without one
+    logprobs: RowLogprobs | None
+    finish_reason: FinishReason | None  # set in the last event of a sequence, in no other
+
+
+class Committer:
+    """Takes in the results of steps, in their order."""
+
+    __slots__ = ("_eos_token_ids", "_kv", "_roster", "copies_on_their_way")
+
+    def __init__(self, kv: KVManager, roster: Roster, eos_token_ids: frozenset[int]) -> None:
+        self._kv = kv
+        self._roster = roster
+        self._eos_token_ids = eos_token_ids
+        self.copies_on_their_way: set[int] = set()  # their numbers
+
+    def commit(self, step: StepPlan, output: StepOutput) -> list[TokenEvent]:
+        roster = self._roster
+        roster.last_committed_step_id = step.step_id
+        events: list[TokenEvent] = []
+        if self.copies_on_their_way:
+            events += self._acknowledge(step, output)
+        events += self._fail(step) if output.error else self._take_tokens(step, output)
+        if roster.leading:
+            self._let_followers_go(step)
+        if roster.num_releasing_blocks:
+            roster.release_committed([sequence for sequence, _, _ in step.scheduled])
+        return events
+
+    # --- copies ------------------------------------------------------------------------------
+
+    def _acknowledge(self, step: StepPlan, output: StepOutput) -> list[TokenEvent]:
+        """Copies that ended. Who holds a block that should have been copied and wasn't is lost."""
+        lost = self._kv.acknowledge(step.copies, output)
+        ended = [*unpack_ints(output.copies_done), *unpack_ints(output.copies_failed)]
+        self.copies_on_their_way.difference_update(ended)
+        if output.error:
+            self.copies_on_their_way.difference_update(copy.number for copy in step.copies)
+        return self._lose_all(lost)
+
+    # --- tokens ------------------------------------------------------------------------------
+
+    def _take_tokens(self, step: StepPlan, output: StepOutput) -> list[TokenEvent]:
+        sampled = unpack_ints(output.sampled)
+        num_asking = sum(step.asks)
+        if len(sampled) != num_asking or len(output.logprobs) not in (0, num_asking):
+            raise IntegrityError(
+                "I4",
+                f"expected {num_asking} tokens for step {step.step_id}, got {len(sampled)} "
+                f"with {len(output.logprobs)} logprobs",
+            )
+        failed = self._lost_places(step, output, num_asking) if output.failed else ()
+        events: list[TokenEvent] = []
+        block_size = self._kv.block_size
+        take_token, logprobs = self._take_token, output.logprobs
+        place = -1
+        for (sequence, start, count), asks in zip(step.scheduled, step.asks, strict=True):
+            end = start + count
+            if end // block_size > start // block_size:
+                self._publish(sequence, end)
+            if not asks:
+                continue
+            place += 1
+            if sequence.finish_reason is not None:
+                continue
+            if failed and place in failed:
+                events += self._lose(sequence)
+                continue
+            row = logprobs[place] if logprobs else None
+            if sequence.is_beam:
+                events += self._take_candidates(sequence, sampled[place], row)
+            else:
+                events.append(take_token(sequence, sampled[place], row))
+        return events
+
+    def _publish(self, sequence: Sequence, num_computed_tokens: int, *, tail: bool = False) -> None:
+        """Share what a step has computed, unless an earlier step failed to compute its prefix."""
+        if not sequence.is_lost and sequence.block_table:
+            # Of a token that was dropped in flight, nobody knows the content.
+            num_known = min(num_computed_tokens, len(sequence.token_ids))
+            self._kv.publish(sequence, num_known, tail=tail)
+
+    def _take_token(
+        self, sequence: Sequence, token_id: int, logprobs: RowLogprobs | None
+    ) -> TokenEvent:
+        sequence.token_ids.append(token_id)
+        sequence.num_pending_tokens -= 1
+        reason = None
+        if token_id in sequence.end_token_ids:
+            reason = FinishReason.STOP
+            sequence.stop_reason = self._stop_reason(sequence, token_id)
+        elif len(sequence.token_ids) >= sequence.max_num_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._roster.end(sequence, reason)
+        return TokenEvent(sequence, token_id, logprobs, reason)
+
+    def _stop_reason(self, sequence: Sequence, token_id: int) -> int | None:
+        """The token, if it was one of the request's that ended it."""
+        is_eos = token_id in self._eos_token_ids and not sequence.request.sampling.ignore_eos
+        return None if is_eos else token_id
+
+    def _let_followers_go(self, step: StepPlan) -> None:
+        """Whose leader has computed the prompt."""
+        roster = self._roster
+        for sequence, start, count in step.scheduled:
+            group = sequence.group
+            is_leading = sequence is group.leader and sequence.status is SequenceStatus.RUNNING
+            if is_leading and start + count >= sequence.num_prompt_tokens:
+                self._publish(sequence, start + count, tail=True)
+                roster.let_followers_go(group)
+
+    # --- beams -------------------------------------------------------------------------------
+
+    def _take_candidates(
+        self, sequence: Sequence, token_id: int, logprobs: RowLogprobs | None
+    ) -> list[TokenEvent]:
+        """What could continue a beam. Once all of the group have theirs, they go on."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return []  # preempted meanwhile: it will ask again
+        if logprobs is None:
+            raise IntegrityError("I4", f"expected candidates for {sequence}, got none")
+        sequence.num_pending_tokens = 0
+        group = sequence.group
+        if not group.take_candidates(sequence, token_id, logprobs):
+            return []
+        kv, roster, former = self._kv, self._roster, group.beams
+        heirs = group.advance()
+        if not heirs:
+            return self._end_search(group)
+        for heir, parent, _, is_sampled in heirs:
+            if heir is not parent:
+                if heir.row == NO_ROW:
+                    roster.take_row(heir)
+                else:
+                    kv.release(heir, keep=Keep.CACHE)
+                kv.fork(parent, heir)
+                heir.token_ids = parent.token_ids.copy()
+            if heir is not parent or not is_sampled:
+                roster.retable(heir)
+        for heir, _, token_id, _ in heirs:
+            heir.token_ids.append(token_id)
+            heir.max_num_tokens = len(heir.token_ids) + 1
+            heir.num_slots = 0  # the block it writes next may be shared
+        for beam in former:
+            if beam in group.spare:
+                roster.rest(beam)
+        roster.settle_leading(group)
+        return []
+
+    def _end_search(self, group: SequenceGroup) -> list[TokenEvent]:
+        """The answers, as events of the first sequences."""
+        hypotheses = group.hypotheses()
+        for sequence in group.sequences:
+            self._roster.end(sequence, FinishReason.STOP)
+        events = []
+        for sequence, answer in zip(group.sequences, hypotheses, strict=False):
+            sequence.token_ids = [*group.request.prompt_token_ids, *answer.token_ids]
+            sequence.finish_reason = reason = answer.finish_reason
+            if reason is FinishReason.STOP:
+                sequence.stop_reason = self._stop_reason(sequence, answer.token_ids[-1])
+            last = len(answer.token_ids) - 1
+            events += [
+                TokenEvent(sequence, token_id, row, reason if place == last else None)
+                for place, (token_id, row) in enumerate(
+                    zip(answer.token_ids, answer.logprobs, strict=True)
+                )
+            ]
+        return events
+
+    # --- failures ----------------------------------------------------------------------------
+
+    def _fail(self, step: StepPlan) -> list[TokenEvent]:
+        return self._lose_all([sequence for sequence, _, _ in step.scheduled])
+
+    def _lost_places(self, step: StepPlan, output: StepOutput, num_asking: int) -> frozenset[int]:
+        """Of rows without finite logits."""
+        failed = frozenset(unpack_ints(output.failed))
+        if not failed <= frozenset(range(num_asking)):
+            raise IntegrityError(
+                "I4", f"expected places below {num_asking} as failed, got {sorted(failed)}"
+            )
+        asking = [s for (s, _, _), asks in zip(step.scheduled, step.asks, strict=True) if asks]
+        for place in failed:
+            asking[place].is_lost = True  # all, before the first gives back its blocks
+        return failed
+
+    def _lose_all(self, sequences: list[Sequence]) -> list[TokenEvent]:
+        """A step failed for them: what their later steps compute means nothing."""
+        for sequence in sequences:
+            sequence.is_lost = True  # all, before the first gives back its blocks
+        return [event for sequence in sequences for event in self._lose(sequence)]
+
+    def _lose(self, sequence: Sequence) -> list[TokenEvent]:
+        """Beams end together."""
+        if sequence.finish_reason is not None:
+            return []
+        group = sequence.group
+        ended = group.sequences if sequence.is_beam else [sequence]
+        for one in ended:
+            self._roster.end(one, FinishReason.ERROR)
+        reported = ended[: group.request.sampling.n] if sequence.is_beam else ended
+        return [TokenEvent(one, NO_TOKEN, None, FinishReason.ERROR) for one in reported]

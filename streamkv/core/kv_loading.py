@@ -1,0 +1,234 @@
+"""Loading: cached blocks on their way to the device, and the sequences that wait for them.
+
+Owns who waits for which block, and one reference to the host slot a block is loaded from. Must
+not know queues, nor whether waiting is better than computing. Invariants: a block is loaded once,
+however many wait for it; each load ends, whatever fails; once loaded, a block is an ordinary
+cached one that nobody holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+from .kv_copies import Copies
+from .kv_storing import Storing
+from .kv_tiers import KVTiers
+from .kv_types import KVStats
+from .prefix_node import NOWHERE, PrefixMatch, PrefixNode
+from .sequence import Sequence
+
+
+class Load:
+    """What one sequence waits for."""
+
+    __slots__ = ("from_disk", "from_host", "is_cancelled", "num_left", "path", "sequence")
+
+    def __init__(self, sequence: Sequence, path: list[PrefixNode]) -> None:
+        self.sequence = sequence
+        self.path = path
+        self.num_left = 0
+        self.from_host: set[PrefixNode] = set()
+        self.from_disk: set[PrefixNode] = set()
+        self.is_cancelled = False
+
+
+class _Promotion:
+    """One block on its way up: record, then slot, then block."""
+
+    __slots__ = ("loads", "node", "slot")
+
+    def __init__(self, node: PrefixNode) -> None:
+        self.node = node
+        self.slot = NOWHERE  # held, once it has one
+        self.loads: list[Load] = []
+
+
+class Loading:
+    __slots__ = (
+        "_copies",
+        "_done",
+        "_ended",
+        "_loads",
+        "_promotions",
+        "_reads",
+        "_stats",
+        "_storing",
+        "_tiers",
+        "_uploads",
+    )
+
+    def __init__(self, tiers: KVTiers, copies: Copies, storing: Storing, stats: KVStats) -> None:
+        self._tiers = tiers
+        self._copies = copies
+        self._storing = storing
+        self._stats = stats
+        self._promotions: dict[PrefixNode, _Promotion] = {}
+        self._reads: deque[_Promotion] = deque()  # wait for a slot
+        self._uploads: deque[_Promotion] = deque()  # wait for a block and a copy
+        self._loads: dict[Sequence, Load] = {}  # going on
+        self._ended: list[Load] = []  # to be told
+        self._done: dict[Sequence, Load] = {}  # ended; until the sequence goes on
+
+    # --- who waits ---------------------------------------------------------------------------
+
+    def begin(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Load what isn't on the device. False: there is nothing, or it has waited already."""
+        if sequence in self._loads:
+            return True
+        if match.is_on_device or sequence in self._done:
+            return False
+        path = match.nodes if match.tail is None else [*match.nodes, match.tail]
+        load = self._loads[sequence] = Load(sequence, path)
+        for node in path:
+            if node.block_id >= 0:
+                continue
+            (load.from_host if node.slot >= 0 else load.from_disk).add(node)
+            promotion = self._promotions.get(node) or self._start(node)
+            promotion.loads.append(load)
+            load.num_left += 1
+        self._touch(path)
+        return True
+
+    def cancel(self, sequence: Sequence) -> None:
+        """It doesn't wait any more."""
+        load = self._loads.pop(sequence, None) or self._done.pop(sequence, None)
+        if load is not None:
+            load.is_cancelled = True
+
+    def forget_done(self, sequence: Sequence) -> None:
+        """It went on, or ended: it may wait again."""
+        self._done.pop(sequence, None)
+
+    def count_hits(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Of what it has from the match: by where it was before. First admissions count."""
+        load = self._done.pop(sequence, None)
+        if sequence.num_preemptions:
+            return
+        num_tokens, stats = sequence.num_computed_tokens, self._stats
+        stats.num_device_hit_tokens += num_tokens
+        if load is None:
+            return
+        block_size = self._tiers.tree.block_size
+        hits = [(node, block_size) for node in match.nodes[: match.num_device]]
+        if match.tail is not None:
+            hits.append((match.tail, num_tokens - len(hits) * block_size))
+        num_host = sum(num for node, num in hits if node in load.from_host)
+        num_disk = sum(num for node, num in hits if node in load.from_disk)
+        stats.num_device_hit_tokens -= num_host + num_disk
+        stats.num_host_hit_tokens += num_host
+        stats.num_disk_hit_tokens += num_disk
+
+    def take_loaded(self) -> list[Sequence]:
+        """Whose loads have ended, well or not."""
+        self._skip_stale(self._uploads)
+        self._skip_stale(self._reads)
+        ended, self._ended = self._ended, []
+        ended = [load for load in ended if not load.is_cancelled]
+        for load in ended:
+            self._touch(load.path)
+        return [load.sequence for load in ended]
+
+    def _touch(self, path: list[PrefixNode]) -> None:
+        for node in reversed(path):
+            self._tiers.touch(node)
+
+    # --- what for ----------------------------------------------------------------------------
+
+    def _start(self, node: PrefixNode) -> _Promotion:
+        promotion = self._promotions[node] = _Promotion(node)
+        node.num_users += 1
+        if node.slot >= 0:
+            self._hold_slot(promotion)
+        else:
+            self._reads.append(promotion)
+        return promotion
+
+    def _hold_slot(self, promotion: _Promotion) -> None:
+        promotion.slot = promotion.node.slot
+        self._tiers.slots.acquire(promotion.slot)
+        self._uploads.append(promotion)
+
+    def _end(self, promotion: _Promotion) -> None:
+        node = promotion.node
+        del self._promotions[node]
+        node.num_users -= 1
+        if promotion.slot >= 0:
+            self._tiers.release_slot(promotion.slot)
+        for load in promotion.loads:
+            load.num_left -= 1
+            if load.num_left == 0 and not load.is_cancelled:
+                self._done[load.sequence] = self._loads.pop(load.sequence)
+                self._ended.append(load)
+        self._tiers.tree.prune(node)
+
+    def _skip_stale(self, queue: deque[_Promotion]) -> None:
+        """End the first ones that nobody needs, or that somebody has computed meanwhile."""
+        while queue:
+            node = queue[0].node
+            is_wanted = any(not load.is_cancelled for load in queue[0].loads)
+            if is_wanted and node.is_attached and node.block_id < 0:
+                return
+            self._end(queue.popleft())
+
+    # --- disk to slot ------------------------------------------------------------------------
+
+    def begin_reads(self) -> None:
+        """As many as there are slots for."""
+        tiers, reads = self._tiers, self._reads
+        self._skip_stale(reads)
+        while reads and tiers.slots.num_free:
+            promotion = reads.popleft()
+            node = promotion.node
+            if node.slot >= 0:
+                self._hold_slot(promotion)
+            elif node.record >= 0:
+                promotion.slot = tiers.take_slot()
+                self._storing.read(node, promotion.slot, partial(self._end_read, promotion))
+            else:
+                self._end(promotion)
+            self._skip_stale(reads)
+
+    def _end_read(self, promotion: _Promotion, ok: bool) -> None:
+        node = promotion.node
+        if ok:
+            if node.slot < 0:
+                self._tiers.tree.set_slot(node, promotion.slot)
+            self._uploads.append(promotion)
+        else:
+            self._end(promotion)
+
+    # --- slot to block -----------------------------------------------------------------------
+
+    @property
+    def can_copy(self) -> bool:
+        """A block waits in a slot, and one on the device is free."""
+        return bool(self._uploads) and self._tiers.pool.num_free > 0
+
+    def make_copies(self) -> None:
+        self._skip_stale(self._uploads)
+        while self._copies.num_left > 0 and self.can_copy:
+            promotion = self._uploads.popleft()
+            self._copies.copy_in(promotion.slot, partial(self._end_copy, promotion))
+            self._skip_stale(self._uploads)
+
+    def _end_copy(self, promotion: _Promotion, block_id: int, ok: bool) -> None:
+        if ok:
+            self._stats.num_blocks_in += 1
+            if promotion.node.is_attached:
+                self._tiers.fill(promotion.node, block_id)
+        self._end(promotion)
+
+    @property
+    def num_reads_waiting(self) -> int:
+        return len(self._reads)
+
+    # --- checks ------------------------------------------------------------------------------
+
+    def held_slots(self) -> list[int]:
+        """Once for each reference to them."""
+        return [p.slot for p in self._promotions.values() if p.slot >= 0]
+
+    @property
+    def num_promotions(self) -> int:
+        return len(self._promotions)

@@ -1,0 +1,207 @@
+"""How many KV blocks a model gets, how many host slots besides, and how long its context is.
+
+Owns the plan. Knows nothing of tensors, devices or requests. Invariant: planning is a pure function
+of the operator's wishes, the model's sizes and the bytes that are free; wishes that can't be
+granted are a ConfigError with the numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..models import ModelConfig
+from .kv_cache import MAX_SLOTS, format_bytes, workspace_bytes
+
+# The books of the blocks are made and checked on the event loop, at 0.4 us a block, and a pause of
+# half a second is as much as streams should see: 16 million tokens at the usual block size.
+MAX_BLOCKS = 1 << 20
+MIN_MODEL_LEN = 2  # a token of prompt and one of answer
+LENGTH = "max_model_len (--max-model-len)"  # for messages
+MEMORY = "kv_cache_memory_bytes (--kv-cache-memory-bytes)"
+SWAP = "swap_space (--swap-space)"
+# What is on its way to the disk or back lies in host slots: so many at least, if they aren't huge.
+STAGING_SLOTS = 64
+STAGING_BYTES = 256 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class KVCachePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows from the operator's wishes, the checkpoint and the memory."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    block_bytes: int  # all layers, as the cache lays them out
+    max_model_len: int
+    num_host_slots: int = 0  # blocks that host memory holds besides
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.num_host_slots * self.block_bytes
+
+
+def plan_memory(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    block_bytes: int,
+    free_bytes: int,
+    limit_bytes: int | None,
+    host_free_bytes: int | None = None,
+) -> KVCachePlan:
+    """The KV cache that fits beside the largest step, and the host slots.
+
+    `host_free_bytes` None: host slots are in the same memory as blocks, and come first.
+    """
+    longest, positions = model_config.max_context_len, model_config.max_position_embeddings
+    if longest < positions and not config.max_model_len:
+        logger.info(
+            "the context is %d tokens, not the checkpoint's %d: its layers attend to a window of "
+            "that size, and what is longer isn't computed",
+            longest,
+            positions,
+        )
+    workspace = workspace_bytes(config, model_config)
+    if workspace > free_bytes and not is_told(config):
+        raise ConfigError(
+            f"the largest step needs {format_bytes(workspace)} besides weights and KV cache, "
+            f"{format_bytes(free_bytes)} are free: lower --max-num-batched-tokens "
+            f"({config.max_num_batched_tokens}) or --max-num-seqs ({config.max_num_seqs})"
+        )
+    free_bytes = max(0, free_bytes - workspace)
+    left_bytes = max(0, free_bytes - config.kv_cache_memory_bytes)
+    num_host_slots = plan_host_slots(
+        config,
+        block_bytes=block_bytes,
+        free_bytes=left_bytes if host_free_bytes is None else host_free_bytes,
+    )
+    if host_free_bytes is None:
+        free_bytes -= num_host_slots * block_bytes
+    plan = plan_kv_cache(
+        free_bytes=free_bytes,
+        limit_bytes=limit_bytes,
+        kv_memory_bytes=config.kv_cache_memory_bytes,
+        block_bytes=block_bytes,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        max_context_len=model_config.max_context_len,
+        num_blocks_override=config.num_gpu_blocks_override,
+    )
+    return msgspec.structs.replace(plan, num_host_slots=num_host_slots)
+
+
+def is_told(config: EngineConfig) -> bool:
+    """Whether the operator has said how many blocks there are: then it is so, whatever is free."""
+    return bool(config.num_gpu_blocks_override or config.kv_cache_memory_bytes)
+
+
+def plan_host_slots(config: EngineConfig, *, block_bytes: int, free_bytes: int) -> int:
+    """As many as --swap-space holds, and enough for what is on its way to --kv-cache-dir."""
+    swap_bytes = int(config.swap_space * 2**30)
+    num_slots = swap_bytes // block_bytes
+    if config.swap_space and not 1 <= num_slots <= MAX_BLOCKS:
+        raise ConfigError(
+            f"{SWAP}: expected room for 1 to {MAX_BLOCKS} KV blocks of "
+            f"{format_bytes(block_bytes)}, got {format_bytes(swap_bytes)} for {num_slots}"
+        )
+    if config.kv_cache_dir:
+        num_slots = max(num_slots, 1, min(STAGING_SLOTS, STAGING_BYTES // block_bytes))
+    if num_slots * block_bytes > free_bytes:
+        wish = "--swap-space" if swap_bytes // block_bytes == num_slots else "--kv-cache-dir"
+        raise ConfigError(
+            f"{wish}: {num_slots} KV blocks in host memory take "
+            f"{format_bytes(num_slots * block_bytes)}, {format_bytes(free_bytes)} are "
+            f"free: lower --swap-space ({config.swap_space:g}) or --kv-cache-memory-bytes "
+            f"({config.kv_cache_memory_bytes}), or leave out --kv-cache-dir"
+        )
+    return num_slots
+
+
+def plan_kv_cache(
+    *,
+    free_bytes: int,
+    limit_bytes: int | None,
+    block_bytes: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_context_len: int,
+    num_blocks_override: int,
+    kv_memory_bytes: int = 0,
+) -> KVCachePlan:
+    """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit; or else as
+    many as were told: in `num_blocks_override`, or by the bytes that they take.
+
+    `max_model_len` 0 means the checkpoint's, shortened to what fits; one that was asked for must
+    fit, and then may exceed `limit_bytes` (but not `free_bytes`). There is always one block, and
+    never more than MAX_BLOCKS.
+    Raises ConfigError with the numbers.
+    """
+    if 0 < max_model_len < MIN_MODEL_LEN:
+        raise ConfigError(
+            f"{LENGTH}: expected at least {MIN_MODEL_LEN} tokens, one of prompt and one of answer, "
+            f"got {max_model_len}"
+        )
+    if max_model_len > max_context_len:
+        raise ConfigError(
+            f"{LENGTH}: expected at most {max_context_len}, the positions of the checkpoint "
+            f"or the window of its layers, got {max_model_len}"
+        )
+    length = max_model_len or max_context_len
+    blocks_per_sequence = -(-length // block_size)
+    max_blocks = min(MAX_BLOCKS, MAX_SLOTS // block_size)
+    if num_blocks_override > max_blocks:
+        raise ConfigError(
+            f"num_gpu_blocks_override (--num-gpu-blocks-override): expected at most {max_blocks} "
+            f"blocks of {block_size} tokens, got {num_blocks_override}; larger "
+            f"blocks hold more: raise --block-size ({block_size})"
+        )
+    if num_blocks_override:
+        num_blocks = num_blocks_override
+    elif kv_memory_bytes:
+        num_blocks = kv_memory_bytes // block_bytes
+        if not 1 <= num_blocks <= max_blocks:
+            raise ConfigError(
+                f"{MEMORY}: expected room for 1 to {max_blocks} KV blocks of {block_size} tokens, "
+                f"{format_bytes(block_bytes)} each, got {kv_memory_bytes} bytes for {num_blocks}"
+            )
+    else:
+        limit = free_bytes if limit_bytes is None else limit_bytes
+        if max_model_len:
+            limit = max(limit, blocks_per_sequence * block_bytes)
+        affordable = min(free_bytes, limit) // block_bytes
+        num_blocks = max(1, min(affordable, max_num_seqs * blocks_per_sequence, max_blocks))
+    if max_model_len and blocks_per_sequence > max_blocks:
+        raise ConfigError(
+            f"{LENGTH}: {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
+            f"tokens, expected at most {max_blocks}: raise --block-size"
+        )
+    if max_model_len and num_blocks < blocks_per_sequence:
+        raise ConfigError(
+            f"{LENGTH}: {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
+            f"tokens ({format_bytes(blocks_per_sequence * block_bytes)}), there are {num_blocks} "
+            f"({format_bytes(num_blocks * block_bytes)}): lower --max-model-len to "
+            f"{num_blocks * block_size} or give more memory"
+        )
+    if min(length, num_blocks * block_size) < MIN_MODEL_LEN:
+        raise ConfigError(
+            f"the context would be 1 token, expected at least {MIN_MODEL_LEN}: there are "
+            f"{num_blocks} KV blocks of {block_size} tokens, {format_bytes(free_bytes)} are free "
+            f"and a block takes {format_bytes(block_bytes)}; give more memory or a larger "
+            "--block-size"
+        )
+    return KVCachePlan(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        max_model_len=min(length, num_blocks * block_size),
+    )

@@ -1,0 +1,192 @@
+"""The fields that generating endpoints share: how to sample, how to be served, what was counted.
+
+Owns their Structs, what of the known options isn't honoured, and how they become SamplingParams and
+the engine's arguments. Knows nothing about any one endpoint. Invariant: a field may be absent or
+null, which mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import HTTPConnection
+
+from ..engine.admission import MAX_SESSION_TTL_S, SESSION_TTL_S
+from ..engine.async_engine import AsyncEngine
+from ..engine.stream import TokenStream
+from ..errors import InvalidRequestError
+from ..protocol import SamplingParams
+from .wire import NotHonoured
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Meta(max_length=256)]
+MAX_SESSION_ID_LEN = 256
+
+# Known sampling and serving options of the OpenAI API and its extensions that are not honoured
+# here, for the endpoints' own tables to build on.
+SAMPLING_NOT_HONOURED: NotHonoured = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "vllm_xargs": ({},),
+}
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """How to sample, as clients write it: every field may be absent or null.
+
+    Ranges are SamplingParams' own, which names the field at fault. `max_tokens`, `n` and
+    `logprobs` differ by endpoint and come as arguments of `to_sampling_params`.
+    """
+
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def to_sampling_params(
+        self,
+        defaults: Mapping[str, Any],
+        *,
+        max_tokens: int | None = None,
+        n: int | None = None,
+        logprobs: int | None = None,
+    ) -> SamplingParams:
+        """SamplingParams; what the client left out comes from `defaults`, the checkpoint's, or is
+        its own default (always with beams, for which nothing is sampled). `max_tokens` isn't taken
+        from there: see `limit_tokens`."""
+        chosen: dict[str, Any] = {} if self.use_beam_search else {**defaults}
+        chosen |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        for name in SamplingFields.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None:
+                chosen[name] = value
+        if n is not None:
+            chosen["n"] = n
+        return SamplingParams(**chosen)
+
+
+def limit_tokens(
+    sampling: SamplingParams, engine: AsyncEngine, num_prompt_tokens: int
+) -> SamplingParams:
+    """With the checkpoint's max_tokens where the client gave none and the context has room for
+    them."""
+    if sampling.max_tokens is not None or "max_tokens" not in engine.sampling_defaults:
+        return sampling
+    limit = max(engine.sampling_defaults["max_tokens"], sampling.min_tokens)
+    if limit >= engine.info.max_model_len - num_prompt_tokens:
+        return sampling
+    return sampling.clone(max_tokens=limit)
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What each generating endpoint takes besides sampling."""
+
+    model: Name | None = None  # absent or null: the model served
+    stream: bool | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Name | None = None
+    session_id: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_LEN)] | None = None
+    session_ttl: Annotated[float, Meta(gt=0, le=MAX_SESSION_TTL_S)] | None = None  # seconds
+    return_token_ids: bool | None = None
+
+    def for_engine(self, connection: HTTPConnection) -> ForEngine:
+        """What `AsyncEngine.generate` takes of it. The header X-Session-Id names the session of
+        requests that name none. InvalidRequestError."""
+        session_id = self.session_id
+        if session_id is None:
+            session_id = connection.headers.get("x-session-id", "")
+            if len(session_id) > MAX_SESSION_ID_LEN:
+                raise InvalidRequestError(
+                    f"X-Session-Id: expected at most {MAX_SESSION_ID_LEN} characters, got "
+                    f"{len(session_id)}",
+                    param="session_id",
+                )
+        return ForEngine(
+            model=self.model or "",
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            session_id=session_id,
+            session_ttl_s=SESSION_TTL_S if self.session_ttl is None else self.session_ttl,
+        )
+
+
+class ForEngine(TypedDict):
+    """Arguments of `AsyncEngine.generate`."""
+
+    model: str
+    priority: int
+    cache_salt: str
+    session_id: str
+    session_ttl_s: float
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """OpenAI's `include_obfuscation`, padding against traffic analysis, may be sent and is not
+    done: tokens here are as long as they are."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # counts in every chunk
+
+    @classmethod
+    def checked(cls, options: StreamOptions | None, *, stream: bool) -> StreamOptions:
+        """The options, or none of them; InvalidRequestError where nothing streams."""
+        if options is not None and not stream:
+            raise InvalidRequestError(
+                "stream_options: only allowed with stream: true; leave it out",
+                param="stream_options",
+            )
+        return options or cls()
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """OpenAI's token counts; prompts count once, however many choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, *streams: TokenStream) -> Usage:
+        """The counts of these streams so far."""
+        prompt = sum(stream.usage.num_prompt_tokens for stream in streams)
+        completion = sum(stream.usage.num_generated_tokens for stream in streams)
+        cached = sum(stream.usage.num_cached_tokens for stream in streams)
+        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))

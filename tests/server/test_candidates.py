@@ -1,0 +1,146 @@
+"""best_of, beams and sessions as clients ask for them, over HTTP and the WebSocket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fakes import expected_tokens, fake_logprobs
+from server.harness import MODEL, VOCAB_SIZE, Server, serve
+from websockets.sync.client import connect
+
+PROMPT = [5, 6, 7]
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+USER = {"role": "user", "content": "hi"}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "ignore_eos": True}
+
+
+def best(prompt: list[int], num: int, n: int, best_of: int) -> list[list[int]]:
+    """What should be given of the candidates."""
+    candidates = [
+        expected_tokens(prompt, num, VOCAB_SIZE, temperature=1.0, seed=7, choice=i)
+        for i in range(best_of)
+    ]
+    return sorted(candidates, key=lambda ids: -sum(fake_logprobs(i, 0, 1).logprob for i in ids))[:n]
+
+
+def test_the_best_completions_are_given_and_all_are_counted(server: Server) -> None:
+    completion = server.openai().completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=6,
+        n=2,
+        best_of=5,
+        temperature=1.0,
+        seed=7,
+        logprobs=1,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    expected = best(PROMPT, 6, 2, 5)
+    assert [choice.token_ids for choice in completion.choices] == expected
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    assert all(len(choice.logprobs.token_logprobs) == 6 for choice in completion.choices)
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 30
+
+
+def test_best_of_may_equal_n(server: Server) -> None:
+    completion = server.openai().completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=1, n=2, best_of=2
+    )
+    assert len(completion.choices) == 2
+
+
+def test_a_stream_brings_the_best_at_the_end(server: Server) -> None:
+    body = {"messages": [USER], "max_tokens": 5, "n": 1, "best_of": 4, "stream": True, **SAMPLED}
+    prompt = server.chat_prompt(USER)
+    with server.client() as client:
+        lines = client.post(CHAT, json=body | {"return_token_ids": True}).text.strip()
+        whole = client.post(CHAT, json={**body, "stream": False}).json()
+    chunks = [
+        json.loads(line.removeprefix("data: "))
+        for line in lines.split("\n\n")
+        if "[DONE]" not in line
+    ]
+    (expected,) = best(prompt, 5, 1, 4)
+    token_ids = [chunk["choices"][0].get("token_ids") for chunk in chunks]
+    assert [ids for ids in token_ids if ids] == [expected]
+    assert whole["choices"][0]["message"]["content"] == server.text(expected)
+    assert whole["usage"]["completion_tokens"] == 20
+
+
+def test_a_response_may_be_the_best_of_several(server: Server) -> None:
+    body = {"input": "hi", "max_output_tokens": 5, "best_of": 3, **SAMPLED}
+    (expected,) = best(server.chat_prompt(USER), 5, 1, 3)
+    with server.client() as client:
+        response = client.post(RESPONSES, json=body).json()
+    assert response["output"][0]["content"][0]["text"] == server.text(expected)
+    with connect(f"ws://{server.host}{RESPONSES}") as socket:
+        socket.send(json.dumps({"type": "response.create", **body}))
+        while (event := json.loads(socket.recv(10)))["type"] != "response.incomplete":
+            pass
+    assert event["response"]["output"][0]["content"][0]["text"] == server.text(expected)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_beams_give_their_hypotheses_best_first(server: Server, path: str) -> None:
+    prompt = {"prompt": PROMPT} if path == TEXT else {"messages": [USER]}
+    body = {**prompt, "max_tokens": 4, "n": 2, "best_of": 3, "use_beam_search": True}
+    with server.client() as client:
+        answer = client.post(path, json=body | {"return_token_ids": True}).json()
+        again = client.post(path, json=body | {"return_token_ids": True, "stream": True}).text
+    first, second = answer["choices"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert first["token_ids"] != second["token_ids"]
+    for choice in (first, second):
+        assert f'"token_ids":{json.dumps(choice["token_ids"], separators=(",", ":"))}' in again
+        assert not choice["logprobs"]
+
+
+def sessions(server: Server) -> int:
+    return server.engine.stats().num_sessions
+
+
+def test_a_session_is_kept_by_field_or_header_for_its_salt_alone() -> None:
+    body = {"prompt": list(range(5, 40)), "max_tokens": 20, "ignore_eos": True}
+    with serve() as server, server.client() as client:
+        for more in ({}, {"session_id": "a"}, {"session_id": "a"}, {"session_id": "b"}):
+            assert client.post(TEXT, json=body | more).status_code == 200
+        server.wait_idle()
+        assert sessions(server) == 2
+        answer = client.post(TEXT, json=body, headers={"X-Session-Id": "c"})
+        assert answer.status_code == 200
+        salted = body | {"session_id": "a", "cache_salt": "of another"}
+        assert client.post(TEXT, json=salted).status_code == 200
+        server.wait_idle()
+        assert sessions(server) == 4
+        assert server.engine.stats().num_pinned_blocks > 0
+        # Sessions that nobody wants any more: their time is soon over.
+        for session_id in ("a", "b"):
+            again = body | {"session_id": session_id, "session_ttl": 1e-6}
+            assert client.post(TEXT, json=again).status_code == 200
+        assert client.post(TEXT, json=body).status_code == 200
+        server.wait_idle()
+        assert sessions(server) == 2
+        refused = client.post(TEXT, json=body, headers={"X-Session-Id": "x" * 257})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "session_id")
+
+
+def test_the_socket_takes_sessions_too() -> None:
+    event = {"type": "response.create", "input": "hi " * 20, "max_output_tokens": 2}
+    with serve() as server:
+        headers = {"X-Session-Id": "of the connection"}
+        with connect(f"ws://{server.host}{RESPONSES}", additional_headers=headers) as socket:
+            for more in ({}, {"session_id": "another"}):
+                socket.send(json.dumps(event | more))
+                while json.loads(socket.recv(10))["type"] != "response.incomplete":
+                    pass
+        server.wait_idle()
+        assert sessions(server) == 2
+
+
+def test_without_prefix_caching_no_session_is_promised() -> None:
+    with serve(engine={"enable_prefix_caching": False}) as server, server.client() as client:
+        answer = client.post(TEXT, json={"prompt": PROMPT, "session_id": "a"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
