@@ -58,12 +58,13 @@ class BlockPool:
 
     def acquire(self, block_id: int) -> None:
         """One more reference; a free block is revived with its contents."""
-        if self.ref_counts[block_id] == 0:
+        count = self.ref_counts[block_id]
+        if count == 0:
             self._unlink(block_id)
             self.num_held += 1
-        self.ref_counts[block_id] += 1
+        self.ref_counts[block_id] = count + 1
 
-    def release(self, block_id: int, *, reuse_first: bool = False, pinned: bool = False) -> None:
+    def release(self, block_id: int, reuse_first: bool = False, pinned: bool = False) -> None:
         """One reference less. At 0 the block is free: next to be taken, or last of its list."""
         count = self.ref_counts[block_id] - 1
         if count < 0:
@@ -71,10 +72,20 @@ class BlockPool:
         self.ref_counts[block_id] = count
         if count == 0:
             self.num_held -= 1
-            if block_id < self.num_blocks:
+            if block_id >= self.num_blocks:
+                return
+            if reuse_first or pinned:
                 self._link(block_id, reuse_first, pinned)
+                return
+            # The common case, as `_link` does it: there is one for each block of each table.
+            previous, entry = self._prev, block_id + _BLOCKS
+            before = previous[_FREE]
+            self._next[before] = previous[_FREE] = entry
+            previous[entry] = before
+            self._next[entry] = _FREE
+            self.num_free += 1
 
-    def touch(self, block_id: int, *, reuse_first: bool = False, pinned: bool = False) -> None:
+    def touch(self, block_id: int, reuse_first: bool = False, pinned: bool = False) -> None:
         """Put a block, if it is free, where `release` would put it now."""
         if self.ref_counts[block_id] == 0:
             self._unlink(block_id)
@@ -102,21 +113,23 @@ class BlockPool:
         return retired
 
     def _link(self, block_id: int, reuse_first: bool, pinned: bool) -> None:
+        following, previous, entry = self._next, self._prev, block_id + _BLOCKS
         end = _PINNED if pinned else _FREE
-        after = self._next[end] if reuse_first else end
-        before = self._prev[after]
-        entry = block_id + _BLOCKS
-        self._next[before] = self._prev[after] = entry
-        self._prev[entry], self._next[entry] = before, after
+        after = following[end] if reuse_first else end
+        before = previous[after]
+        following[before] = previous[after] = entry
+        previous[entry] = before
+        following[entry] = after
         self.num_free += 1
         if pinned:
             self._pinned[block_id] = 1
             self.num_pinned += 1
 
     def _unlink(self, block_id: int) -> None:
-        entry = block_id + _BLOCKS
-        before, after = self._prev[entry], self._next[entry]
-        self._next[before], self._prev[after] = after, before
+        following, previous, entry = self._next, self._prev, block_id + _BLOCKS
+        before = previous[entry]
+        previous[following[entry]] = before
+        following[before] = following[entry]
         self.num_free -= 1
         if self._pinned[block_id]:
             self._pinned[block_id] = 0

@@ -19,6 +19,8 @@ from .sequence import NO_ROW, Sequence, SequenceStatus
 from .step_plan import StepPlan
 
 NO_TOKEN = -1  # token_id of a terminal event that carries no token
+_INT32_BYTES = 4
+_NONE: frozenset[int] = frozenset()
 
 
 class TokenEvent(NamedTuple):
@@ -44,15 +46,44 @@ class Committer:
     def commit(self, step: StepPlan, output: StepOutput) -> list[TokenEvent]:
         roster = self._roster
         roster.last_committed_step_id = step.step_id
-        events: list[TokenEvent] = []
-        if self.copies_on_their_way:
-            events += self._acknowledge(step, output)
-        events += self._fail(step) if output.error else self._take_tokens(step, output)
+        failed = self._find_lost(step, output)
+        events = self._acknowledge(step, output) if self.copies_on_their_way else []
+        if output.error:
+            events += self._lose_all([sequence for sequence, _, _ in step.scheduled])
+        else:
+            events += self._take_tokens(step, output, failed)
         if roster.leading:
             self._let_followers_go(step)
         if roster.num_releasing_blocks:
             roster.release_committed([sequence for sequence, _, _ in step.scheduled])
         return events
+
+    def _find_lost(self, step: StepPlan, output: StepOutput) -> frozenset[int]:
+        """Mark all that the step failed for, before the first of them gives back its blocks (with
+        one beam, all do). Returns the places of rows without finite logits."""
+        if output.error:
+            for sequence, _, _ in step.scheduled:
+                sequence.is_lost = True
+            return _NONE
+        num_asking = sum(step.asks)
+        num_sampled, num_logprobs = len(output.sampled) // _INT32_BYTES, len(output.logprobs)
+        if num_sampled != num_asking or num_logprobs not in (0, num_asking):
+            raise IntegrityError(
+                "I4",
+                f"expected {num_asking} tokens for step {step.step_id}, got {num_sampled} "
+                f"with {num_logprobs} logprobs",
+            )
+        if not output.failed:
+            return _NONE
+        failed = frozenset(unpack_ints(output.failed))
+        if not failed <= frozenset(range(num_asking)):
+            raise IntegrityError(
+                "I4", f"expected places below {num_asking} as failed, got {sorted(failed)}"
+            )
+        asking = [s for (s, _, _), asks in zip(step.scheduled, step.asks, strict=True) if asks]
+        for place in failed:
+            asking[place].is_lost = True
+        return failed
 
     # --- copies ------------------------------------------------------------------------------
 
@@ -67,17 +98,11 @@ class Committer:
 
     # --- tokens ------------------------------------------------------------------------------
 
-    def _take_tokens(self, step: StepPlan, output: StepOutput) -> list[TokenEvent]:
-        sampled = unpack_ints(output.sampled)
-        num_asking = sum(step.asks)
-        if len(sampled) != num_asking or len(output.logprobs) not in (0, num_asking):
-            raise IntegrityError(
-                "I4",
-                f"expected {num_asking} tokens for step {step.step_id}, got {len(sampled)} "
-                f"with {len(output.logprobs)} logprobs",
-            )
-        failed = self._lost_places(step, output, num_asking) if output.failed else ()
+    def _take_tokens(
+        self, step: StepPlan, output: StepOutput, failed: frozenset[int]
+    ) -> list[TokenEvent]:
         events: list[TokenEvent] = []
+        sampled = unpack_ints(output.sampled)
         block_size = self._kv.block_size
         take_token, logprobs = self._take_token, output.logprobs
         place = -1
@@ -90,7 +115,7 @@ class Committer:
             place += 1
             if sequence.finish_reason is not None:
                 continue
-            if failed and place in failed:
+            if place in failed:
                 events += self._lose(sequence)
                 continue
             row = logprobs[place] if logprobs else None
@@ -197,25 +222,10 @@ class Committer:
 
     # --- failures ----------------------------------------------------------------------------
 
-    def _fail(self, step: StepPlan) -> list[TokenEvent]:
-        return self._lose_all([sequence for sequence, _, _ in step.scheduled])
-
-    def _lost_places(self, step: StepPlan, output: StepOutput, num_asking: int) -> frozenset[int]:
-        """Of rows without finite logits."""
-        failed = frozenset(unpack_ints(output.failed))
-        if not failed <= frozenset(range(num_asking)):
-            raise IntegrityError(
-                "I4", f"expected places below {num_asking} as failed, got {sorted(failed)}"
-            )
-        asking = [s for (s, _, _), asks in zip(step.scheduled, step.asks, strict=True) if asks]
-        for place in failed:
-            asking[place].is_lost = True  # all, before the first gives back its blocks
-        return failed
-
     def _lose_all(self, sequences: list[Sequence]) -> list[TokenEvent]:
         """A step failed for them: what their later steps compute means nothing."""
         for sequence in sequences:
-            sequence.is_lost = True  # all, before the first gives back its blocks
+            sequence.is_lost = True
         return [event for sequence in sequences for event in self._lose(sequence)]
 
     def _lose(self, sequence: Sequence) -> list[TokenEvent]:

@@ -63,23 +63,25 @@ class Copies:
         """A block for something else. What was cached in it goes to a host slot, if it may."""
         tiers = self._tiers
         block_id = tiers.pool.take()
-        node = tiers.tree.blocks.get(block_id)
+        tree = tiers.tree
+        node = tree.blocks.get(block_id)
         if node is not None:
             self._stats.num_evictions += 1
-            tiers.tree.clear_block(node)
+            tree.clear_block(node)
             if node.slot >= 0:
                 tiers.touch(node)
                 if self.on_evicted is not None:
                     self.on_evicted(node)
             elif (
-                self.num_left > 0
+                tiers.slots.num_free
+                and self.num_left > 0
                 and not node.given_up
                 and not node.num_users  # another copy will say where it is
                 and tiers.has_slot(pinned=node.pins > 0)
             ):
                 self.copy_out(node, block_id)
             else:
-                tiers.tree.prune(node)
+                tree.prune(node)
         return block_id
 
     def copy_out(

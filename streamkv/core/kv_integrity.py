@@ -94,7 +94,8 @@ def _check_table(
         cached = tree.prefix_of(block_id)
         if cached is not None:
             content = b"".join(cached)
-            if packed[: len(content)] != content or len(content) > end:
+            is_placed = end - len(content) < block_size * INT32_BYTES and len(content) <= end
+            if not is_placed or packed[: len(content)] != content:
                 raise IntegrityError("I6", f"block {block_id} of {sequence} holds another prefix")
         if block_id in shared:
             other, content = shared[block_id]

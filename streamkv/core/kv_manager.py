@@ -135,9 +135,7 @@ class KVManager:
     def share(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Begin the (empty) table of a sequence with what of a match is on the device."""
         pool = self.pool
-        num_needed = self._num_needed(sequence, match)
         nodes = match.nodes[: match.num_device]
-        num_free = pool.num_free
         for node in nodes:
             pool.acquire(node.block_id)
             node.given_up = False
@@ -146,8 +144,8 @@ class KVManager:
         sequence.num_computed_tokens = len(nodes) * self.block_size
         tail = match.tail
         if tail is not None and match.is_on_device:
-            is_free = pool.ref_counts[tail.block_id] == 0
-            if pool.num_free > is_free and (not is_free or num_free > num_needed):
+            num_needed = self.num_blocks_for(sequence.num_tokens) - len(nodes)
+            if pool.num_free > (0 if pool.ref_counts[tail.block_id] else num_needed):
                 pool.acquire(tail.block_id)
                 tail.given_up = False
                 self._append_copy(sequence, tail.block_id)
@@ -174,10 +172,9 @@ class KVManager:
 
     def _writes_shared(self, sequence: Sequence, end: int) -> bool:
         begin = sequence.num_computed_tokens
-        index = begin // self.block_size
-        if begin >= end or index >= len(sequence.block_table):
+        if begin % self.block_size == 0 or begin >= end:
             return False
-        block_id = sequence.block_table[index]
+        block_id = sequence.block_table[-1]
         count = self.pool.ref_counts[block_id]
         return count > 1 and count - self._copies.num_refs(block_id) > 1
 
@@ -187,14 +184,14 @@ class KVManager:
         Copies on the way don't share it: they were made before anything is written.
         """
         table = sequence.block_table
-        rewritten = self._writes_shared(sequence, end)
-        if rewritten:  # its last block
+        rewritten = False
+        if sequence.num_computed_tokens % self.block_size and self._writes_shared(sequence, end):
+            rewritten = True  # its last block
             self._append_copy(sequence, table.pop())
             self._tails.pop(sequence, None)
-        num_blocks = -(-end // self.block_size) - len(table)
-        if num_blocks <= 0:
-            return GrowResult([], rewritten)
-        appended = [self._copies.take_block() for _ in range(num_blocks)]
+        num_blocks, take_block = -(-end // self.block_size) - len(table), self._copies.take_block
+        # One, as most are, without the cost of a loop.
+        appended = [take_block()] if num_blocks == 1 else [take_block() for _ in range(num_blocks)]
         table += appended
         return GrowResult(appended, rewritten)
 
@@ -221,18 +218,20 @@ class KVManager:
         """
         block_size, table, token_ids = self.block_size, sequence.block_table, sequence.token_ids
         node = sequence.prefix_node
-        if node is not None and not node.is_attached:  # evicted; this table has its own copy of it
+        if node is not None and node.parent is None:  # evicted; this table has its own copy of it
             node = None
         first = 0 if node is None else node.num_tokens // block_size
-        num_full, num_tail_tokens = divmod(num_tokens, block_size)
-        if self._copying and table and table[-1] in self._copying:
-            num_full, num_tail_tokens = min(num_full, len(table) - 1), 0
+        if self._copying:
+            for index in range(first, len(table)):
+                if table[index] in self._copying:
+                    num_tokens = min(num_tokens, index * block_size)
+        num_full, num_tail_tokens = num_tokens // block_size, num_tokens % block_size
         if first > num_full or (first == num_full and not (tail and num_tail_tokens)):
             return
         parent = node or self.tree.root(self._salt(sequence.request))
         for index in range(first, num_full):
             key = pack_ints(token_ids[index * block_size : (index + 1) * block_size])
-            node = parent = self.tree.child(parent, key)
+            node = parent = parent.children.get(key) or parent.add_child(key)
             if node.block_id < 0:
                 self._tiers.fill(node, table[index])
         sequence.prefix_node = node
@@ -254,7 +253,8 @@ class KVManager:
         path = [] if node is None else node.path()
         if keep is not Keep.FORGET:
             for node, block_id in zip(path, table, strict=False):
-                tiers.fill(node, block_id)
+                if node.block_id < 0:
+                    tiers.fill(node, block_id)
         if keep is Keep.CACHE:
             self._storing.persist(path)
         if tail is not None and tail.is_attached:
@@ -265,16 +265,25 @@ class KVManager:
             tiers.pin(path)
         for block_id in reversed(table[len(path) :]):
             tiers.release_block(block_id)
+        pool, end = self.pool, self.pool.num_blocks
         for node, block_id in zip(reversed(path), reversed(table[: len(path)]), strict=True):
-            tiers.release_block(block_id)
-            if node.block_id != block_id or node.slot >= 0:
+            if node.block_id == block_id < end and node.slot < 0:
+                pool.release(block_id, False, node.pins > 0)
+            else:
+                tiers.release_block(block_id)
                 tiers.touch(node)
-            node.given_up = keep is Keep.GIVE_UP and not (
-                node.pins or node.block_id < 0 or self.pool.ref_counts[node.block_id]
-            )
+        if keep is Keep.GIVE_UP:
+            self._give_up(path)
         sequence.block_table = []
         sequence.prefix_node = None
         sequence.num_computed_tokens = 0
+
+    def _give_up(self, path: list[PrefixNode]) -> None:
+        """What nobody else uses isn't worth a copy."""
+        ref_counts = self.pool.ref_counts
+        for node in path:
+            if node.pins == 0 and node.block_id >= 0 and ref_counts[node.block_id] == 0:
+                node.given_up = True
 
     def unpin(self, sequence: Sequence) -> None:
         """It has resumed, or ended while it waited. Idempotent."""

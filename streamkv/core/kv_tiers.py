@@ -84,7 +84,8 @@ class KVTiers:
         if former is not None:
             self.forget_block(former)
         self.tree.set_block(node, block_id)
-        self._place_slot(node)
+        if node.slot >= 0:
+            self._place_slot(node)
 
     def forget_block(self, node: PrefixNode) -> None:
         self.tree.clear_block(node)

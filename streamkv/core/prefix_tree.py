@@ -69,12 +69,16 @@ class PrefixTree:
             return PrefixMatch(nodes, 0)
         packed = pack_ints(token_ids)
         begin, end, step = 0, len(packed) - INT32_BYTES, self.key_bytes
-        num_device = 0
+        num_device, is_on_device = 0, True
         while begin + step <= end:
             child = node.children.get(packed[begin : begin + step])
-            if child is None or not child.has_location:
+            if child is None:
                 break
-            if child.block_id >= 0 and num_device == len(nodes):
+            if child.block_id < 0:
+                if not child.has_location:
+                    break
+                is_on_device = False
+            elif is_on_device:
                 num_device += 1
             nodes.append(child)
             node = child
@@ -87,7 +91,10 @@ class PrefixTree:
         best, num_best = None, 0
         if not rest:
             return best, num_best
+        first = rest[:INT32_BYTES]
         for child in node.similar_children(rest):
+            if not child.key.startswith(first):
+                continue
             num = num_common_tokens(child.key, rest)
             if child.block_id < 0 and (not child.has_location or 2 * num < self.block_size):
                 continue
@@ -124,7 +131,9 @@ class PrefixTree:
 
     def prune(self, node: PrefixNode) -> None:
         """Take it out if nothing keeps it, and then its parents likewise."""
-        while not (node.children or node.num_users or node.has_location):
+        while node.slot < 0 and node.block_id < 0 and node.record < 0:
+            if node.children or node.num_users:
+                return
             parent = node.parent
             if parent is None:
                 if not node.key:

@@ -107,7 +107,8 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrivals = 0
         self._next_step_id = 0
-        self.num_blocks = num_blocks
+        self._max_num_blocks = num_blocks
+        self.num_blocks = num_blocks  # in use
         self.num_preemptions = 0
         self.num_swaps = 0  # of them
 
@@ -203,9 +204,14 @@ class Scheduler:
         self._kv.expire_sessions(now_s)
 
     def resize(self, num_blocks: int) -> None:
-        """Use the first `num_blocks` blocks from now on. CapacityError if a request that has not
-        ended would not fit any more."""
+        """Use the first `num_blocks` of the blocks it began with from now on. CapacityError if it
+        has not as many, or if a request that has not ended would not fit any more."""
         roster = self._roster
+        if not 1 <= num_blocks <= self._max_num_blocks:
+            raise CapacityError(
+                f"expected 1 to {self._max_num_blocks} blocks, as many as the device has, got "
+                f"{num_blocks}; start with more KV memory to have more"
+            )
         groups = {s.group: None for s in (*roster.running, *roster.waiting, *roster.loading)}
         for group in groups:
             num_needed = num_blocks_needed(group.request, self.block_size)
@@ -244,10 +250,13 @@ class Scheduler:
         all_served = self._schedule_running(plan)
         if all_served and not plan.preempted:
             self._admission.admit_waiting(plan, bool(self._in_flight))
-        if not plan.scheduled and roster.running and self._is_stalled:
+        copies = kv.take_copies()
+        if not (copies or plan.scheduled) and roster.running and self._is_stalled:
             self._preempt(roster.running[-1].group, plan)
-            self._admission.admit_waiting(plan, False)
-        plan.copies = copies = kv.take_copies()
+            if not roster.loading:  # who loads comes first
+                self._admission.admit_waiting(plan, False)
+            copies = kv.take_copies()
+        plan.copies = copies
         if copies:
             self._committer.copies_on_their_way.update(copy.number for copy in copies)
         elif not plan.scheduled and not self._has_to_ask:
@@ -260,10 +269,9 @@ class Scheduler:
 
     @property
     def _is_stalled(self) -> bool:
-        """Nothing will come back by itself: those who run wait for others of their groups, who
-        wait for the blocks of those who run."""
-        on_their_way = self._in_flight or self._committer.copies_on_their_way
-        return not on_their_way and not self._roster.loading
+        """Nothing will come back by itself: those who run wait for others of their groups, and
+        these, in the queue or loading, for the blocks of those who run."""
+        return not (self._in_flight or self._kv.is_busy)
 
     @property
     def _has_to_ask(self) -> bool:

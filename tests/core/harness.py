@@ -152,7 +152,7 @@ class Harness:
     def commit(self) -> list[TokenEvent]:
         """Run the oldest step on the device and take in its result."""
         events = self.scheduler.commit(self.runner.step(self.in_flight.popleft()))
-        assert self.runner.violations == []
+        assert self.runner.violations == [], self.runner.violations
         for sequence, token_id, _, reason in events:
             assert sequence in self.live, f"{sequence} has an event after its last one"
             assert (token_id == NO_TOKEN) == (reason is FinishReason.ERROR)
@@ -174,7 +174,7 @@ class Harness:
         """Results of the store."""
         assert self.store is not None
         self.store.deliver(num)
-        assert self.store.violations == []
+        assert self.store.violations == [], self.store.violations
         self.check()
 
     # --- to the end --------------------------------------------------------------------------

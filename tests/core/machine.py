@@ -10,7 +10,7 @@ from collections import Counter
 
 from core.harness import EOS, Harness
 from fakes import FakeStore
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -233,9 +233,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.harness.scheduler
         stats = scheduler.kv_stats
         assert (stats.num_sessions, stats.num_pinned_blocks) == (0, 0)
+        ended = (FinishReason.STOP, FinishReason.LENGTH)
         for sequence in self.sequences:
             assert sequence.status is SequenceStatus.FINISHED
             self.harness.check_answer(sequence)
+            self.seen["answers"] += sequence.finish_reason in ended
+            self.seen["beams"] += sequence.is_beam and sequence.finish_reason in ended
         self.sequences.clear()
         self.seen.update(
             steps=self.harness.num_scheduled,
@@ -258,8 +261,9 @@ def _all_of(sequence: Sequence) -> list[Sequence]:
     return sequence.group.sequences if sequence.is_beam else [sequence]
 
 
-def run_machine(num_commands: int) -> Counter[str]:
-    """At least so many commands, mostly; returns what happened."""
+def run_machine(num_commands: int, *, shrinks: bool) -> Counter[str]:
+    """At least so many commands, mostly; returns what happened. What fails is printed as a program,
+    the shortest one found if it `shrinks`, which takes minutes."""
     SchedulerMachine.seen.clear()
     run_state_machine_as_test(
         SchedulerMachine,
@@ -268,6 +272,7 @@ def run_machine(num_commands: int) -> Counter[str]:
             stateful_step_count=STEPS_PER_RUN,
             deadline=None,
             database=None,
+            phases=[Phase.generate, *([Phase.shrink] if shrinks else [])],
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -6,7 +6,7 @@ some cancelled on the way, some ended as a stop string would end them. Meanwhile
 writes fail, and the pool is resized. Each episode runs at overlap depth 0 and 1; each answer is
 compared with the sequential oracle, and at the end everything must be free.
 
-`--steps N` gives the state machine of test_scheduler_properties.py about N commands instead.
+`--steps N` gives the state machine of machine.py N commands instead.
 """
 
 from __future__ import annotations
@@ -86,28 +86,28 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
     rng = random.Random(seed)
     block_size = rng.choice((1, 2, 4, 16))
     max_num_tokens = rng.choice((12, 40))
-    num_blocks = -(-max_num_tokens // block_size) * rng.choice((1, 2, 2, 3, 8))
+    num_blocks = -(-max_num_tokens // block_size) * rng.choice((2, 3, 3, 4, 4, 6, 12)) // 2
     has_store = rng.random() < 0.25
     harness = Harness(
         depth=depth,
         num_blocks=num_blocks,
         block_size=block_size,
-        max_num_seqs=rng.choice((1, 3, 16)),
-        max_num_batched_tokens=rng.choice((1, 7, 64)),
+        max_num_seqs=rng.choice((1, 3, 16, 16, 16)),
+        max_num_batched_tokens=rng.choice((1, 7, 64, 64, 64)),
         eos_token_ids=frozenset({EOS}),
         enable_prefix_caching=rng.random() < 0.8,
-        num_host_slots=rng.choice((4, 16)) if has_store else rng.choice((0, 3, 64)),
+        num_host_slots=rng.choice((4, 16)) if has_store else rng.choice((0, 3, 16, 64)),
         copy_delay=rng.choice((0, 0, 2)),
         store=FakeStore() if has_store else None,
         max_copies=rng.choice((1, 3, 32)),
         max_session_blocks=rng.choice((0, num_blocks // 4)),
-        preemption_mode=rng.choice(("auto", "swap", "recompute")),
+        preemption_mode=rng.choice(("auto", "swap", "swap", "recompute")),
         copy_block_s=0.0001,
         token_s=rng.choice((0.00001, 0.0001)),
         check_every=50,
     )
     arrivals = [draw_arrival(rng, max_num_tokens) for _ in range(num_requests)]
-    steps_crc = _Episode(harness, arrivals, rng.choice((1, 4, 40)), rng).run()
+    steps_crc = _Episode(harness, arrivals, rng.choice((1, 8, 40)), rng).run()
     scheduler = harness.scheduler
     return Result(
         num_requests,
@@ -218,8 +218,8 @@ def main() -> None:
     if args.steps:
         from core.machine import run_machine
 
-        seen = ", ".join(f"{number} {name}" for name, number in run_machine(args.steps).items())
-        print(f"{seen}; all answers equal the oracle's")
+        seen = run_machine(args.steps, shrinks=True)
+        print(*(f"{number} {name}," for name, number in seen.items()), "all answers as expected")
         return
     totals = [0] * (len(Result._fields) - 1)
     for episode in range(-(-args.requests // EPISODE_LEN)):

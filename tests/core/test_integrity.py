@@ -56,6 +56,14 @@ def hold_blocks_while_waiting(first, second, waiting):
     waiting.block_table = [7]
 
 
+def hold_back_one_that_waits(first, second, waiting):
+    waiting.group.aside.append(waiting)
+
+
+def hold_back_one_that_runs(first, second, waiting):
+    first.group.spare.append(second)
+
+
 def rewrite_shared_tokens(first, second, waiting):
     second.token_ids[0] = 9
 
@@ -69,6 +77,8 @@ def rewrite_shared_tokens(first, second, waiting):
         (share_a_row, "I3"),
         (lie_about_status, "I3"),
         (hold_blocks_while_waiting, "I3"),
+        (hold_back_one_that_waits, "I3"),
+        (hold_back_one_that_runs, "I3"),
         (rewrite_shared_tokens, "I6"),
     ],
 )

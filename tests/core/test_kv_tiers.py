@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from core.kv_world import KVWorld
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -167,3 +168,114 @@ KVMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 test_any_order = KVMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_long_runs(seed):
+    """Longer than the machine's, and with more going on at once."""
+    rng = random.Random(seed)
+    block_size, longest = rng.randint(1, 4), rng.choice([8, 13, 20])
+    least = -(-longest // block_size)
+    is_shared, num_slots = rng.random() < 0.8, rng.choice([0, 2, 5, 12])
+    world = KVWorld(
+        random.Random(seed + 1),
+        block_size=block_size,
+        num_blocks=least + rng.randint(0, 10),
+        enable_prefix_caching=is_shared,
+        num_host_slots=num_slots,
+        has_store=is_shared and num_slots > 0 and rng.random() < 0.6,
+        max_copies=rng.randint(1, 6),
+        max_session_blocks=rng.randint(0, 8),
+    )
+    world.failures = rng.choice([0.0, 0.0, 0.05, 0.3])
+    commands, weights = zip(*COMMANDS.items(), strict=True)
+    for command in rng.choices(commands, weights, k=250):
+        command(world, rng, longest, least)
+        world.check()
+    world.finish()
+
+
+def pick(rng, sequences):
+    return rng.choice(sequences) if sequences else None
+
+
+def add(world, rng, longest, least):
+    if len(world.sequences) >= 8:
+        return
+    former = pick(rng, world.sequences) if rng.random() < 0.4 else None
+    if former is not None:
+        script = (former.script + [1, 0])[:longest]
+        num_prompt = max(1, len(script) - rng.randint(1, 3))
+        world.add(script, num_prompt, former.request.cache_salt)
+    else:
+        script = [rng.randint(0, 1) for _ in range(rng.randint(2, longest))]
+        salt, session = rng.choice(["", "", "x"]), rng.choice(["", "a", "b"])
+        world.add(script, rng.randint(1, len(script) - 1), salt, session)
+
+
+def admit(world, rng, longest, least):
+    sequence = pick(rng, world.waiting())
+    if sequence is not None:
+        world.admit(sequence)
+
+
+def compute(world, rng, longest, least):
+    for sequence in world.running():
+        world.compute(sequence, rng.randint(1, 6))
+
+
+def fork(world, rng, longest, least):
+    parent = pick(rng, world.running())
+    num_more = 0 if parent is None else longest - len(parent.token_ids)
+    if parent is not None and num_more > 0 and not parent.is_lost:
+        world.fork(parent, [rng.randint(0, 1) for _ in range(rng.randint(1, num_more))])
+
+
+def preempt(world, rng, longest, least):
+    sequence = pick(rng, world.running())
+    if sequence is not None:
+        world.leave(sequence, rng.choice([Keep.SWAP, Keep.SWAP, Keep.GIVE_UP]))
+
+
+def end(world, rng, longest, least):
+    sequence = pick(rng, world.running())
+    if sequence is not None:
+        world.leave(sequence, Keep.CACHE)
+
+
+def end_waiting(world, rng, longest, least):
+    loading = [sequence for sequence in world.sequences if sequence.is_loading]
+    sequence = pick(rng, world.waiting() + loading)
+    if sequence is not None:
+        world.end_waiting(sequence)
+
+
+def send(world, rng, longest, least):
+    if len(world.in_flight) < 2:
+        world.send()
+
+
+def store(world, rng, longest, least):
+    world.submit_ops()
+    world.end_op()
+
+
+def wait(world, rng, longest, least):
+    world.now_s += 1.0
+    world.kv.expire_sessions(world.now_s)
+
+
+COMMANDS = {
+    add: 12,
+    admit: 18,
+    compute: 20,
+    fork: 3,
+    preempt: 5,
+    end: 5,
+    end_waiting: 1,
+    send: 14,
+    lambda world, *_: world.commit(): 12,
+    store: 7,
+    lambda world, rng, longest, least: world.resize(least + rng.randint(0, 12)): 1,
+    wait: 2,
+}

@@ -345,3 +345,23 @@ def test_a_pool_in_which_somebody_would_not_fit_any_more_is_refused():
         harness.add_one([1, 2, 3, 4, 5], 6)
     harness.run()
     harness.check_answer(sequence)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 13])
+def test_a_pool_of_more_blocks_than_there_are_is_refused(num_blocks):
+    harness = Harness(num_blocks=12)
+    with pytest.raises(CapacityError, match=f"expected 1 to 12 blocks, .* got {num_blocks};"):
+        harness.scheduler.resize(num_blocks)
+
+
+def test_beams_that_wait_for_one_that_loads_get_it_the_block_it_needs():
+    """Else they wait for each other: they hold blocks, the one that loads has none, and the last
+    sequence sits out, as it may not preempt those before it."""
+    harness = swapping(num_blocks=6)
+    sequences = harness.add([1, 0] * 3, 4, n=2, use_beam_search=True)
+    sequences += harness.add([0] * 10, 8, n=2, temperature=1.0)
+    sequences += harness.add([1] * 5, 9, priority=-1)
+    harness.run()
+    assert harness.scheduler.num_swaps > 0
+    for sequence in sequences:
+        harness.check_answer(sequence)

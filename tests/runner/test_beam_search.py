@@ -16,7 +16,7 @@ from drive import build_scheduler, load_runner, request, run_requests
 from runner.support import greedy, prompts, tokens_of
 
 from streamkv import LLM, SamplingParams
-from streamkv.protocol import FinishReason, Request, StepInput, StepOutput
+from streamkv.protocol import FinishReason, Request, StepInput, StepOutput, unpack_ints
 
 NUM_TOKENS = 14
 BLOCK_SIZE = 4
@@ -94,15 +94,17 @@ def greedy_answer(oracle, prompt, end) -> Expected:
 
 
 class Watch:
-    """A runner that notes how many blocks are held when it gets a step."""
+    """A runner that notes how many blocks are held when it gets a step, and its copies."""
 
     def __init__(self, runner, scheduler) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self.num_held_blocks = 0  # at most
+        self.num_copies = 0
 
     def step(self, step: StepInput) -> StepOutput:
         self.num_held_blocks = max(self.num_held_blocks, self._scheduler.num_held_blocks)
+        self.num_copies += len(unpack_ints(step.copies)) // 4
         return self._runner.step(step)
 
 
@@ -147,6 +149,13 @@ def test_answers_are_those_of_transformers(
     check(results, cases, stop_token_ids)
 
 
+def test_answers_of_the_torch_runner_are_the_same(folder, cases, stop_token_ids):
+    runner, info = load_runner(folder, ops="reference", block_size=BLOCK_SIZE)
+    requests = [case.request(stop_token_ids, case.mix["width"]) for case in cases[:12]]
+    check(run_requests(runner, info, requests, eos_token_ids=EOS), cases[:12], stop_token_ids)
+    runner.close()
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_changes_nothing(loaded, cases, stop_token_ids, mode, depth):
@@ -169,7 +178,7 @@ def test_beams_share_their_prompt_and_what_they_have_in_common(
 ):
     runner, info = loaded
     long = [case for case in cases if len(case.prompt) >= 40 and case.mix["width"] >= 3]
-    assert long
+    num_copies = 0
     for case in long:
         width = case.mix["width"]
         scheduler = build_scheduler(
@@ -182,6 +191,8 @@ def test_beams_share_their_prompt_and_what_they_have_in_common(
         num_own_blocks = -(-(len(case.prompt) + NUM_TOKENS) // BLOCK_SIZE) - num_prompt_blocks
         assert watch.num_held_blocks <= num_prompt_blocks + width * num_own_blocks
         assert watch.num_held_blocks < width * num_prompt_blocks
+        num_copies += watch.num_copies
+    assert num_copies > 0  # of blocks that another beam has too, before a token is written to them
 
 
 def test_beams_and_others_run_side_by_side(loaded, cases, stop_token_ids):
@@ -198,19 +209,18 @@ def test_beams_and_others_run_side_by_side(loaded, cases, stop_token_ids):
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("num_blocks", [512, 28])
 def test_a_program_gets_the_answers_in_order(
-    folder, cases, stop_token_ids, async_scheduling, quick
+    folder, cases, stop_token_ids, async_scheduling, num_blocks
 ):
     """With a pool of plenty, and with one that few fit in."""
-    options = {"num_gpu_blocks_override": 512} if quick else {"num_gpu_blocks_override": 28}
     with LLM(
         str(folder),
         dtype="float32",
         packed_cache_gib=0.0,
         max_model_len=96,
         async_scheduling=async_scheduling,
-        **options,
+        num_gpu_blocks_override=num_blocks,
     ) as llm:
         params = [
             SamplingParams(
