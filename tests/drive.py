@@ -91,5 +91,6 @@ def build_scheduler(info: RunnerInfo, **options: Any) -> Scheduler:
         "max_num_batched_tokens": 512,
         "max_model_len": info.max_model_len,
         "eos_token_ids": frozenset(),
+        "min_lookahead": 0,  # preempt as often as can be
     } | options
     return Scheduler(**fields)

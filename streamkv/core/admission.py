@@ -7,12 +7,54 @@ share a step. Invariant: who is admitted fits with all its tokens, at that momen
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .kv_manager import KVManager
 from .kv_types import Keep
 from .prefix_node import PrefixMatch
 from .roster import Roster
 from .sequence import NO_ROW, Sequence
 from .step_plan import StepPlan
+
+MAX_LOOKAHEAD = 1024  # tokens
+CALM_STEPS = 256  # without a preemption, after which less is kept free
+
+
+class Headroom:
+    """Blocks that are kept free for those that run, when others ask to be admitted: else they are
+    admitted only to be preempted.
+
+    Each running sequence may go on for `lookahead` tokens. That grows where it was too little, and
+    shrinks again in calm times: nobody knows when answers end. 0 stays 0: nothing is kept free.
+    """
+
+    __slots__ = ("_block_size", "_min_lookahead", "_num_calm_steps", "lookahead")
+
+    def __init__(self, block_size: int, min_lookahead: int) -> None:
+        self._block_size = block_size
+        self._min_lookahead = min_lookahead
+        self._num_calm_steps = 0
+        self.lookahead = min_lookahead
+
+    def note_step(self, *, has_preempted: bool) -> None:
+        self._num_calm_steps += 1
+        if has_preempted:
+            self._num_calm_steps = 0
+            self.lookahead = min(2 * self.lookahead, MAX_LOOKAHEAD)
+        elif self._num_calm_steps >= CALM_STEPS:
+            self._num_calm_steps = 0
+            self.lookahead = max(self.lookahead // 2, self._min_lookahead)
+
+    def num_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """That these will ask for, beyond what their tokens need now."""
+        block_size, lookahead = self._block_size, self.lookahead
+        num = 0
+        for one in sequences:
+            num_tokens = one.num_tokens
+            end = min(num_tokens + lookahead, one.max_num_tokens - 1)  # the last isn't computed
+            if end > num_tokens:
+                num += -(-end // block_size) - -(-num_tokens // block_size)
+        return num
 
 
 class Admission:
@@ -23,14 +65,18 @@ class Admission:
         "_max_num_seqs",
         "_refused",
         "_roster",
+        "headroom",
         "num_hit_tokens",
         "num_queries_tokens",
     )
 
-    def __init__(self, kv: KVManager, roster: Roster, max_num_seqs: int) -> None:
+    def __init__(
+        self, kv: KVManager, roster: Roster, max_num_seqs: int, min_lookahead: int
+    ) -> None:
         self._kv = kv
         self._roster = roster
         self._max_num_seqs = max_num_seqs
+        self.headroom = Headroom(kv.block_size, min_lookahead)
         self._refused: tuple[Sequence | None, int] = (None, 0)  # head that didn't fit, free blocks
         self.num_queries_tokens = 0  # looked up at first admissions, once for each group
         self.num_hit_tokens = 0  # of these, found
@@ -69,6 +115,8 @@ class Admission:
             return None
         # Alone, it needs no more than itself: the others of its group can wait.
         num_others = 0 if is_alone else self._num_blocks_of_others(sequence)
+        if not is_alone and self.headroom.lookahead:
+            num_others += self.headroom.num_blocks([*self._roster.running, sequence])
         match = kv.match(sequence)
         if kv.num_free_blocks_needed(sequence, match) + num_others <= num_free:
             return match

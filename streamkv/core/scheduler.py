@@ -79,8 +79,11 @@ class Scheduler:
         preemption_mode: str = "auto",
         copy_block_s: float = 0.0,
         token_s: float = 0.0,
+        min_lookahead: int = 32,
     ) -> None:
-        """`preemption_mode`, `copy_block_s`, `token_s`: see EngineConfig and RunnerInfo."""
+        """`preemption_mode`, `copy_block_s`, `token_s`: see EngineConfig and RunnerInfo.
+        `min_lookahead`: tokens for which running sequences are to have blocks, at least, when
+        others are admitted."""
         self.block_size = block_size
         self._kv = KVManager(
             num_blocks,
@@ -102,7 +105,9 @@ class Scheduler:
             copy_block_s, token_s, min_num_tokens=max_num_batched_tokens // 2 + 1
         )
         self._roster = Roster(self._kv, self._max_num_seqs)
-        self._admission = Admission(self._kv, self._roster, self._max_num_seqs)
+        self._admission = Admission(
+            self._kv, self._roster, self._max_num_seqs, min_lookahead
+        )
         self._committer = Committer(self._kv, self._roster, eos_token_ids)
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrivals = 0

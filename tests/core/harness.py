@@ -50,6 +50,7 @@ class Harness:
         max_session_blocks: int = 0,
         preemption_mode: str = "auto",
         copy_block_s: float = 0.0,
+        min_lookahead: int = 0,  # pools are full, and sequences preempted, as often as can be
         token_s: float = 0.0,
         check_every: int = 1,
     ) -> None:
@@ -80,6 +81,7 @@ class Harness:
             preemption_mode=preemption_mode,
             copy_block_s=copy_block_s,
             token_s=token_s,
+            min_lookahead=min_lookahead,
         )
         self.store = store
         if store is not None:

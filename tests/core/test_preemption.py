@@ -4,6 +4,7 @@ import pytest
 from core.harness import Harness, rows
 from fakes import FakeStore
 
+from streamkv.core.admission import CALM_STEPS, MAX_LOOKAHEAD, Headroom
 from streamkv.core.cost_model import CostModel
 from streamkv.core.sequence import Sequence, SequenceStatus
 from streamkv.errors import CapacityError
@@ -365,3 +366,44 @@ def test_beams_that_wait_for_one_that_loads_get_it_the_block_it_needs():
     assert harness.scheduler.num_swaps > 0
     for sequence in sequences:
         harness.check_answer(sequence)
+
+
+# --- room for those that run --------------------------------------------------------------------
+
+
+def preemptions_of(min_lookahead: int) -> int:
+    """Of 12 equal requests that take 2 blocks at first and 6 in the end, on a pool of 24."""
+    harness = Harness(num_blocks=24, max_num_seqs=12, min_lookahead=min_lookahead)
+    sequences = [harness.add_one([number] * 8, 16) for number in range(12)]
+    harness.run()
+    for sequence in sequences:
+        harness.check_answer(sequence)
+    return harness.scheduler.num_preemptions
+
+
+def test_who_waits_is_admitted_when_those_that_run_have_blocks_to_go_on() -> None:
+    assert preemptions_of(0) >= 6
+    assert preemptions_of(16) == 0
+
+
+def test_the_lookahead_grows_with_each_preemption_and_shrinks_in_calm_times() -> None:
+    headroom = Headroom(block_size=4, min_lookahead=8)
+    for _ in range(2):
+        headroom.note_step(has_preempted=True)
+    assert headroom.lookahead == 32
+    for _ in range(2 * CALM_STEPS - 1):
+        headroom.note_step(has_preempted=False)
+    assert headroom.lookahead == 16
+    for _ in range(10 * CALM_STEPS):
+        headroom.note_step(has_preempted=False)
+    assert headroom.lookahead == 8
+    for _ in range(20):
+        headroom.note_step(has_preempted=True)
+    assert headroom.lookahead == MAX_LOOKAHEAD
+
+
+def test_one_alone_is_admitted_whatever_it_may_need_later() -> None:
+    harness = Harness(num_blocks=6, min_lookahead=1024)
+    sequence = harness.add_one(range(8), 16)
+    harness.run()
+    harness.check_answer(sequence)
