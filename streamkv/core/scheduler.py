@@ -105,9 +105,7 @@ class Scheduler:
             copy_block_s, token_s, min_num_tokens=max_num_batched_tokens // 2 + 1
         )
         self._roster = Roster(self._kv, self._max_num_seqs)
-        self._admission = Admission(
-            self._kv, self._roster, self._max_num_seqs, min_lookahead
-        )
+        self._admission = Admission(self._kv, self._roster, self._max_num_seqs, min_lookahead)
         self._committer = Committer(self._kv, self._roster, eos_token_ids)
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrivals = 0

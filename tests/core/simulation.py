@@ -104,7 +104,7 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
         preemption_mode=rng.choice(("auto", "swap", "swap", "recompute")),
         copy_block_s=0.0001,
         token_s=rng.choice((0.00001, 0.0001)),
-        min_lookahead=rng.choice((0, 0, 4)),
+        min_lookahead=rng.choice((0, 0, 0, 0, 0, 4)),
         check_every=50,
     )
     arrivals = [draw_arrival(rng, max_num_tokens) for _ in range(num_requests)]

@@ -140,12 +140,12 @@ def test_preemptions_are_counted_by_what_became_of_the_blocks(mode: str):
 
     async def main() -> None:
         async with make_engine(runner, preemption_mode=mode, swap_space=1) as engine:
-            sampling = greedy(max_tokens=40, ignore_eos=True)
+            sampling = greedy(max_tokens=80, ignore_eos=True)
             prompts = [[number, 5, 6, 7] for number in range(8, 14)]
             streams = [engine.generate(prompt, sampling) for prompt in prompts]
             answers = await asyncio.gather(*(stream.collect() for stream in streams))
             for prompt, (answer,) in zip(prompts, answers, strict=True):
-                assert list(answer.token_ids) == oracle(runner, prompt, 40)
+                assert list(answer.token_ids) == oracle(runner, prompt, 80)
             await until_idle(engine)
             check_nothing_is_held(engine, runner)
             stats = engine.stats()

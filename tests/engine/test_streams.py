@@ -42,7 +42,7 @@ def test_many_streams_at_once_give_the_tokens_each_would_give_alone(async_schedu
         shared[: rng.randrange(30)] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
         for _ in range(60)
     ]
-    lengths = [rng.randint(1, 40) for _ in prompts]
+    lengths = [rng.randint(1, 68) for _ in prompts]
     runner = make_runner(num_blocks=60)  # far too few for all: sequences are preempted
 
     async def main() -> None:
