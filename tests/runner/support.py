@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import torch
 from drive import request
@@ -19,6 +22,11 @@ def prompts() -> list[list[int]]:
     lengths = (1, 2, 3, 5, 8, 13, 16, 17, 31, 40, 60)
     found = [generator.integers(3, VOCAB_SIZE, length).tolist() for length in lengths]
     return found + [shared[:32] + prompt for prompt in found[:4]] + [shared]
+
+
+def resident_bytes() -> int:
+    """Memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def greedy(oracle, prompt: list[int], num_tokens: int) -> list[int]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import resource
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from runner.native_steps import (
     native_runner,
     small_cache,
 )
+from runner.support import resident_bytes
 
 from streamkv._cpu import KvCache, Team, ops
 from streamkv.protocol import CopyKind, StepOutput, unpack_ints
@@ -179,12 +178,7 @@ def test_a_number_of_slots_that_cannot_be_is_refused(num_host_slots):
         KvCache("float32", 1, 1, 1, 4, 16, num_host_slots)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_slots_take_no_memory_before_they_are_written():
-    def resident_bytes() -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
-
     before = resident_bytes()
     cache = KvCache("float32", 4, 4, 4, 64, 64, 10_000)
     copied = Copied(cache, 1)

@@ -7,8 +7,6 @@ operations one by one.
 from __future__ import annotations
 
 import math
-import resource
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from runner.support import (
     greedy,
     greedy_requests,
     prompts,
+    resident_bytes,
     sampled_requests,
     step,
     tokens_of,
@@ -306,10 +305,6 @@ def test_a_step_is_never_larger_than_what_can_run_at_once(folder, kind):
 
 
 def test_the_kv_cache_commits_no_memory_before_it_is_used(folder, kind):
-    def resident_bytes() -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
-
     before = resident_bytes()
     runner, info = load_runner(folder, **kind, num_gpu_blocks_override=100_000)
     size = info.num_blocks * info.block_size * info.kv_bytes_per_token
