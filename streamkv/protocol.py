@@ -212,7 +212,7 @@ class StoredBlock(NamedTuple):
     """A block on disk: KV of `token_ids` after the prefix that `parent` stands for."""
 
     record: int  # where it lies; the store knows
-    digest: bytes  # of the prefix that ends with it (core.prefix_tree)
+    digest: bytes  # of the prefix that ends with it (core.kv.prefix_tree)
     parent: bytes  # of the prefix before it
     token_ids: bytes  # int32 [block_size]
 

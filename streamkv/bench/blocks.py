@@ -16,8 +16,8 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from ..core.kv_manager import KVManager
-from ..core.kv_types import Keep
+from ..core.kv.manager import KVManager
+from ..core.kv.types import Keep
 from ..core.sequence import Sequence
 from ..errors import ConfigError
 from ..protocol import Request, RowSampling, SamplingParams, StepOutput, pack_ints

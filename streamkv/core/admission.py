@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .kv_manager import KVManager
-from .kv_types import Keep
-from .prefix_node import PrefixMatch
+from .kv.manager import KVManager
+from .kv.prefix_node import PrefixMatch
+from .kv.types import Keep
 from .roster import Roster
 from .sequence import NO_ROW, Sequence
 from .step_plan import StepPlan

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ..protocol import FinishReason, RowLogprobs, StepOutput, unpack_ints
 from .groups import SequenceGroup
 from .integrity import IntegrityError
-from .kv_manager import KVManager
-from .kv_types import Keep
+from .kv.manager import KVManager
+from .kv.types import Keep
 from .roster import Roster
 from .sequence import NO_ROW, Sequence, SequenceStatus
 from .step_plan import StepPlan

@@ -18,8 +18,8 @@ from operator import attrgetter
 from ..protocol import FinishReason
 from .groups import SequenceGroup
 from .integrity import IntegrityError
-from .kv_manager import KVManager
-from .kv_types import Keep
+from .kv.manager import KVManager
+from .kv.types import Keep
 from .sequence import NO_ROW, Sequence, SequenceStatus, check_queue
 
 _order = attrgetter("order")

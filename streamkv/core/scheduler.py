@@ -50,8 +50,8 @@ from .committer import NO_TOKEN, Committer, TokenEvent
 from .cost_model import CostModel
 from .groups import SequenceGroup
 from .integrity import IntegrityError
-from .kv_manager import KVManager
-from .kv_types import Keep, KVStats
+from .kv.manager import KVManager
+from .kv.types import Keep, KVStats
 from .roster import Roster
 from .sequence import Sequence
 from .step_plan import SchedulerOutput, StepPlan

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..protocol import FinishReason, Request, RowSampling
 from .integrity import IntegrityError
-from .kv_types import Keep
-from .prefix_node import PrefixNode
+from .kv.prefix_node import PrefixNode
+from .kv.types import Keep
 
 if TYPE_CHECKING:
     from .groups import SequenceGroup

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..protocol import Ask, RowAdded, StepInput, pack_ints
 from .integrity import IntegrityError
-from .kv_types import Copy
+from .kv.types import Copy
 from .sequence import Sequence
 
 _NONE, _SAMPLE = int(Ask.NONE), int(Ask.SAMPLE)  # plain ints pack faster

@@ -12,7 +12,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from streamkv.core.kv_manager import Copy, Keep, KVManager
+from streamkv.core.kv.manager import Copy, Keep, KVManager
 from streamkv.protocol import (
     CopyKind,
     FinishReason,

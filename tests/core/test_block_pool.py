@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamkv.core.block_pool import BlockPool
 from streamkv.core.integrity import IntegrityError
+from streamkv.core.kv.block_pool import BlockPool
 
 
 def test_all_blocks_can_be_taken_once():

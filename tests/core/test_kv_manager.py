@@ -4,7 +4,7 @@ import pytest
 from core.kv_world import Tokens, make_request
 
 from streamkv.core.integrity import IntegrityError
-from streamkv.core.kv_manager import Keep, KVManager
+from streamkv.core.kv.manager import Keep, KVManager
 from streamkv.protocol import CopyKind, StepOutput, StoreResult, pack_ints
 
 BLOCK, OUT, IN = CopyKind.BLOCK, CopyKind.OUT, CopyKind.IN

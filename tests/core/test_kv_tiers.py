@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamkv.core.kv_manager import Keep
+from streamkv.core.kv.manager import Keep
 
 LONGEST = 13  # tokens
 INDEX = st.integers(0, 7)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamkv.core.integrity import IntegrityError
-from streamkv.core.prefix_node import num_common_tokens
-from streamkv.core.prefix_tree import PrefixTree
-from streamkv.core.sorted_keys import SortedKeys
+from streamkv.core.kv.prefix_node import num_common_tokens
+from streamkv.core.kv.prefix_tree import PrefixTree
+from streamkv.core.kv.sorted_keys import SortedKeys
 from streamkv.protocol import StoredBlock, pack_ints
 
 

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from ..protocol import StoredBlock, StoreOp, StoreResult
-from .integrity import IntegrityError
-from .kv_copies import Copies
-from .kv_tiers import KVTiers
-from .kv_types import KVStats
+from ...protocol import StoredBlock, StoreOp, StoreResult
+from ..integrity import IntegrityError
+from .copies import Copies
 from .prefix_node import NOWHERE, PrefixNode
+from .tiers import KVTiers
+from .types import KVStats
 
 _MAX_QUEUED = 4096  # blocks; more are not written before another sequence ends with them
 _NUM_NUMBERS = 2**31

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..protocol import StoredBlock, pack_ints
-from .integrity import IntegrityError
+from ...protocol import StoredBlock, pack_ints
+from ..integrity import IntegrityError
 from .prefix_node import (
     INT32_BYTES,
     NOWHERE,

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
-from .kv_copies import Copies
-from .kv_storing import Storing
-from .kv_tiers import KVTiers
-from .kv_types import KVStats
+from ..sequence import Sequence
+from .copies import Copies
 from .prefix_node import NOWHERE, PrefixMatch, PrefixNode
-from .sequence import Sequence
+from .storing import Storing
+from .tiers import KVTiers
+from .types import KVStats
 
 
 class Load:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..protocol import CopyKind
+from ...protocol import CopyKind
 
 
 class Keep(enum.Enum):

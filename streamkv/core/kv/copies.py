@@ -14,11 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from ..protocol import CopyKind, StepOutput, unpack_ints
-from .integrity import IntegrityError
-from .kv_tiers import KVTiers
-from .kv_types import Copy, KVStats
+from ...protocol import CopyKind, StepOutput, unpack_ints
+from ..integrity import IntegrityError
 from .prefix_node import PrefixNode
+from .tiers import KVTiers
+from .types import Copy, KVStats
 
 _NUM_NUMBERS = 2**31
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from .kv_tiers import KVTiers
 from .prefix_node import PrefixNode
+from .tiers import KVTiers
 
 _Key = tuple[str, str]  # cache salt, session id: nobody can touch the sessions of another salt
 

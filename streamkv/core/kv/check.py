@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ..protocol import Request, pack_ints
+from ...protocol import Request, pack_ints
+from ..integrity import IntegrityError
+from ..sequence import Sequence
 from .block_pool import BlockPool
-from .integrity import IntegrityError
-from .kv_tiers import KVTiers
 from .prefix_node import INT32_BYTES, PrefixNode, salt_digest
 from .prefix_tree import PrefixTree
-from .sequence import Sequence
+from .tiers import KVTiers
 
 
 def check_kv(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 
-from .integrity import IntegrityError
+from ..integrity import IntegrityError
 
 _FREE, _PINNED = 0, 1  # the entries that are the ends of the lists; block b's entry is b + _BLOCKS
 _BLOCKS = 2

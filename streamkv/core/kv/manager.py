@@ -16,19 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from ..protocol import Request, StepOutput, StoredBlock, StoreOp, StoreResult, pack_ints
+from ...protocol import Request, StepOutput, StoredBlock, StoreOp, StoreResult, pack_ints
+from ..integrity import IntegrityError
+from ..sequence import Sequence
 from .block_pool import BlockPool
-from .integrity import IntegrityError
-from .kv_copies import Copies
-from .kv_integrity import check_kv
-from .kv_loading import Loading
-from .kv_sessions import Sessions
-from .kv_storing import Storing
-from .kv_tiers import KVTiers
-from .kv_types import Copy, GrowResult, Keep, KVStats
+from .check import check_kv
+from .copies import Copies
+from .loading import Loading
 from .prefix_node import PrefixMatch, PrefixNode
 from .prefix_tree import PrefixTree
-from .sequence import Sequence
+from .sessions import Sessions
+from .storing import Storing
+from .tiers import KVTiers
+from .types import Copy, GrowResult, Keep, KVStats
 
 __all__ = ["Copy", "GrowResult", "KVManager", "KVStats", "Keep", "PrefixMatch", "PrefixNode"]
 
