@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
@@ -59,8 +60,7 @@ class Books:
         moments = [time.perf_counter()]
         for sequence in growing:
             end = len(sequence.token_ids) + 1
-            if kv.num_new_blocks(sequence, end) <= kv.pool.num_free:
-                kv.grow(sequence, end)
+            kv.grow(sequence, end)
         moments.append(time.perf_counter())
         filled = []
         for sequence in running:
@@ -151,7 +151,7 @@ class Books:
             request,
             0,
             arrival=number,
-            token_ids=token_ids,
+            token_ids=array("i", token_ids),
             end_token_ids=frozenset(),
             sampling=RowSampling.build(request, 0, ()),
         )

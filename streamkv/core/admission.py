@@ -139,7 +139,7 @@ class Admission:
         num_hit_tokens = sequence.num_computed_tokens
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = num_hit_tokens
-            sequence.token_ids = sequence.token_ids.copy()  # its own from now on
+            sequence.token_ids = sequence.token_ids[:]  # its own from now on
             if sequence is group.leader:
                 self.num_queries_tokens += len(sequence.token_ids)
                 self.num_hit_tokens += num_hit_tokens
@@ -149,7 +149,8 @@ class Admission:
         roster.admit(sequence)
         plan.admitted.append(sequence)
         count = min(sequence.num_uncomputed_tokens, plan.budget)
-        kv.grow(sequence, num_hit_tokens + count)
+        grown = kv.grow(sequence, num_hit_tokens + count)
+        assert grown is not None, "room for all its tokens was found"
         sequence.num_slots = len(sequence.block_table) * kv.block_size
         plan.add_row(sequence)
         plan.schedule_tokens(sequence, count)

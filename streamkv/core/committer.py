@@ -7,6 +7,7 @@ ended from outside, and there is none after it.
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 from ..protocol import FinishReason, RowLogprobs, StepOutput, unpack_ints
@@ -187,7 +188,7 @@ class Committer:
                 else:
                     kv.release(heir, keep=Keep.CACHE)
                 kv.fork(parent, heir)
-                heir.token_ids = parent.token_ids.copy()
+                heir.token_ids = parent.token_ids[:]
             if heir is not parent or not is_sampled:
                 roster.retable(heir)
         for heir, _, token_id, _ in heirs:
@@ -207,7 +208,7 @@ class Committer:
             self._roster.end(sequence, FinishReason.STOP)
         events = []
         for sequence, answer in zip(group.sequences, hypotheses, strict=False):
-            sequence.token_ids = [*group.request.prompt_token_ids, *answer.token_ids]
+            sequence.token_ids = array("i", (*group.request.prompt_token_ids, *answer.token_ids))
             sequence.finish_reason = reason = answer.finish_reason
             if reason is FinishReason.STOP:
                 sequence.stop_reason = self._stop_reason(sequence, answer.token_ids[-1])

@@ -7,6 +7,7 @@ the leader, aside, spare, or on its own way; only beams are ever spare.
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 from ..protocol import Request, RowLogprobs, RowSampling
@@ -47,7 +48,7 @@ class SequenceGroup:
         params = request.sampling
         end_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         end_token_ids = end_token_ids.union(params.stop_token_ids)
-        token_ids = list(request.prompt_token_ids)
+        token_ids = array("i", request.prompt_token_ids)
         sampling = RowSampling.build(request, 0, eos_token_ids)
         self.request = request
         self.sequences = [

@@ -63,6 +63,10 @@ class Roster:
         return len(self._free_rows)
 
     @property
+    def num_used_rows(self) -> int:
+        return self._num_rows - len(self._free_rows)
+
+    @property
     def num_held_back(self) -> int:
         """Sequences whose row, and one block, isn't for others."""
         return sum(group.num_held_back for group in self.leading) if self.leading else 0

@@ -310,9 +310,12 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, end: int, plan: StepPlan) -> bool:
         """Make its table, and its row on the device, ready for tokens up to `end`."""
-        if not self._make_room(sequence, end, plan):
-            return False
-        appended, is_rewritten = self._kv.grow(sequence, end)
+        grown = self._kv.grow(sequence, end)
+        while grown is None:
+            if not self._make_room(sequence, end, plan):
+                return False
+            grown = self._kv.grow(sequence, end)
+        appended, is_rewritten = grown
         if is_rewritten:
             self._roster.retable(sequence)
         sequence.num_slots = len(sequence.block_table) * self.block_size
@@ -384,11 +387,21 @@ class Scheduler:
 
     # --- checks ------------------------------------------------------------------------------
 
+    def check_at_rest(self) -> None:
+        """With no work, and nothing on its way: raise IntegrityError unless all is free (I7)."""
+        num_rows, (num_blocks, num_slots) = self._roster.num_used_rows, self._kv.num_held
+        if num_rows or num_blocks or num_slots:
+            raise IntegrityError(
+                "I7",
+                f"nobody is left, but {num_rows} rows, {num_blocks} blocks and {num_slots} slots "
+                "are taken",
+            )
+
     def check_integrity(self) -> None:
-        """Raise IntegrityError naming the violated invariant. Takes time: for tests and idling."""
+        """Raise IntegrityError naming the violated invariant. Takes time: for tests."""
         for step in self._in_flight:
             step.check_integrity(self._max_num_batched_tokens, self._max_num_seqs)
         named = [sequence for step in self._in_flight for sequence, _, _ in step.scheduled]
         self._kv.check_integrity(self._roster.check_integrity(named))
-        if not self.has_work and not self.is_busy and self.num_held_blocks:
-            raise IntegrityError("I7", f"nobody is left, {self.num_held_blocks} blocks are held")
+        if not self.has_work and not self.is_busy:
+            self.check_at_rest()

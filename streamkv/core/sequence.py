@@ -11,6 +11,7 @@ block table) changes a Sequence; all others read.
 from __future__ import annotations
 
 import enum
+from array import array
 from typing import TYPE_CHECKING
 
 from ..protocol import FinishReason, Request, RowSampling
@@ -70,12 +71,12 @@ class Sequence:
         choice: int,
         *,
         arrival: int,
-        token_ids: list[int],
+        token_ids: array[int],
         end_token_ids: frozenset[int],
         sampling: RowSampling,
     ) -> None:
-        """`token_ids` is the prompt; the request's choices share it until they are admitted, so
-        that many choices of a long prompt can wait. `sampling` is any of its choices'."""
+        """`token_ids` is the prompt (int32); the request's choices share it until they are
+        admitted, so that many choices of a long prompt can wait. `sampling` is any choice's."""
         self.request = request
         self.choice = choice
         self.order = (request.priority, arrival)  # of service: lower first, unique
@@ -118,7 +119,7 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
     def num_uncomputed_tokens(self) -> int:

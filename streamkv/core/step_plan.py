@@ -71,7 +71,7 @@ class StepPlan:
             RowAdded(
                 row=sequence.row,
                 num_prompt_tokens=sequence.num_prompt_tokens,
-                token_ids=pack_ints(sequence.token_ids),
+                token_ids=sequence.token_ids.tobytes(),
                 block_ids=pack_ints(sequence.block_table),
                 sampling=sequence.sampling.of_choice(sequence.choice),
             )

@@ -17,10 +17,9 @@ copies and no tokens, when blocks are loaded or kept while nothing else is to be
 
 Invariants: at most depth + 1 steps are in flight; whenever there is something to run and room for
 a step, a step is in flight, a turn is due, or the store does something that ends in one: nothing
-waits for ever; every request that was added gets its terminal deltas or one error. The scheduler's
-integrity is checked when the last request has ended, so that books that are wrong end the engine
-instead of changing somebody's answer; at most every CHECK_INTERVAL_S, and for a hundredth of the
-time, for the check takes some us a cached block.
+waits for ever; every request that was added gets its terminal deltas or one error. Whether
+the scheduler has got everything back is checked when the last request has ended, so that books
+that are wrong end the engine instead of changing somebody's answer.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then the device is taken for broken
 NOT_FINITE = "not finite numbers; the model's weights may be broken"
-CHECK_INTERVAL_S = 10.0
 MAX_RETRY_AFTER_S = 60
 
 
@@ -99,7 +97,6 @@ class EngineLoop:
         self._num_arriving = 0  # choices of the entries in it
         self._turn_due = False
         self._num_failed_steps = 0
-        self._next_check_s = 0.0
         self._stopped = False
         self._at_rest = asyncio.Event()  # nothing to do was left when it was last looked
         self._store = store
@@ -315,16 +312,12 @@ class EngineLoop:
             self._feed()  # what stop strings gave back may let others start
             if scheduler.num_in_flight_steps > 0 or scheduler.is_busy:
                 return
-            began_s = time.monotonic()
-            if began_s >= self._next_check_s or scheduler.num_held_blocks:
-                scheduler.check_integrity()
-                ended_s = time.monotonic()
-                self._next_check_s = ended_s + max(CHECK_INTERVAL_S, 100 * (ended_s - began_s))
             if scheduler.num_running or scheduler.num_waiting:
                 raise RuntimeError(
                     f"nothing can be scheduled, yet {scheduler.num_running} sequences are running "
                     f"and {scheduler.num_waiting} waiting"
                 )
+            scheduler.check_at_rest()
             self._at_rest.set()
 
     # --- the ends --------------------------------------------------------------------------

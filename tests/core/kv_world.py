@@ -9,6 +9,7 @@ are acknowledged late, steps fail, the store drops records, all as `rng` says.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -47,7 +48,7 @@ class Tokens:
 
     request: Request
     script: list[int]
-    token_ids: list[int]
+    token_ids: list[int] | array[int]
     num_pending_tokens: int = 0
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -60,6 +61,9 @@ class Tokens:
     is_loading: bool = False
     leaves: Keep | None = None  # once no step names it any more
     num_tries: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = array("i", self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -148,15 +152,17 @@ class KVWorld:
         end = min(start + count, num_tokens, len(sequence.script) - 1)
         if end <= start or any(entry[0] is sequence for entry in self.plan):
             return False
-        if kv.num_new_blocks(sequence, end) > kv.pool.num_free:
-            return False
         before, num_new = kv.pool.num_free, kv.num_new_blocks(sequence, end)
         former = list(sequence.block_table)
         result = kv.grow(sequence, end)
-        assert len(result.appended) + result.rewritten == num_new == before - kv.pool.num_free
+        if num_new > before:
+            assert result is None and (sequence.block_table, kv.pool.num_free) == (former, before)
+            return False
+        appended, is_rewritten = result
+        assert len(appended) + is_rewritten == num_new == before - kv.pool.num_free
         kept = sequence.block_table[: len(former)]
-        assert (kept != former) == result.rewritten
-        assert sequence.block_table[len(former) :] == result.appended
+        assert (kept != former) == is_rewritten
+        assert sequence.block_table[len(former) :] == appended
         asks = end == num_tokens
         if asks:
             sequence.num_pending_tokens += 1

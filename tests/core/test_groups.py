@@ -341,7 +341,7 @@ def test_what_a_failed_step_should_have_computed_for_beams_is_not_cached():
     harness = Harness(block_size=4)
     sequences = beams(harness, [5], 6, n=3)
     harness.advance()
-    answers = [sequence.token_ids.copy() for sequence in sequences]
+    answers = [sequence.token_ids.tolist() for sequence in sequences]
     harness.runner.fail_next = "no"
     assert len(harness.advance()) == 3
     again = [harness.add_one([*answer, 1], 2) for answer in answers]

@@ -92,9 +92,12 @@ def test_damage_is_named(harness, damage, invariant):
 def test_a_leak_shows_once_all_are_gone(harness):
     harness.commit()
     harness.run()
+    harness.scheduler.check_at_rest()
     harness.scheduler._kv.pool.take()
     with pytest.raises(IntegrityError, match="^I1: "):
         harness.scheduler.check_integrity()
+    with pytest.raises(IntegrityError, match="^I7: nobody is left, but 0 rows, 1 blocks and 0"):
+        harness.scheduler.check_at_rest()
 
 
 def test_results_of_another_step_are_refused(harness):

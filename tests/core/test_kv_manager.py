@@ -38,11 +38,11 @@ class Book:
     def compute(self, sequence, end):
         result = self.kv.grow(sequence, end)
         sequence.num_computed_tokens = end
-        sequence.token_ids += sequence.script[len(sequence.token_ids) : end]
+        sequence.token_ids.extend(sequence.script[len(sequence.token_ids) : end])
         return result
 
     def extend(self, sequence, *token_ids):
-        sequence.token_ids += token_ids
+        sequence.token_ids.extend(token_ids)
         return self.compute(sequence, len(sequence.token_ids))
 
     def end(self, sequence, keep=Keep.CACHE, tail=True):
@@ -77,6 +77,10 @@ class Book:
         sequence = Tokens(make_request("load"), list(token_ids), list(token_ids))
         assert self.kv.load(sequence, self.kv.match(sequence))
         return sequence
+
+    @property
+    def num_cached(self):
+        return sum(node is not None for node in self.kv.tree.blocks)
 
     def check(self, *holders):
         self.kv.check_integrity(holders)
@@ -129,7 +133,7 @@ def test_a_leaf_is_written_behind_its_tokens_and_becomes_a_full_block():
     book.kv.publish(leader, 6, tail=True)
     book.extend(leader, 7)
     book.kv.publish(leader, 7, tail=True)
-    assert len(book.kv.tree) == 2  # the longer leaf took the place of the shorter
+    assert book.num_cached == 2  # the longer leaf took the place of the shorter
     book.extend(leader, 8, 9)
     book.kv.publish(leader, 9)
     assert [len(node.key) // 4 for node in book.kv.tree.nodes()] == [4, 4]
@@ -169,7 +173,7 @@ def test_beams_share_all_and_copy_what_they_write():
     child = Tokens(parent.request, [], list(parent.token_ids))
     book.kv.fork(parent, child)
     assert child.block_table == parent.block_table
-    child.token_ids += [7]
+    child.token_ids.append(7)
     assert book.kv.num_new_blocks(child, 7) == 1
     assert book.compute(child, 7) == ([], True)
     book.check(parent, child)
@@ -212,7 +216,7 @@ def test_without_prefix_caching_only_the_request_itself_finds_its_blocks():
     book.end(leader)
     book.end(follower)
     book.kv.end_request(leader.request)
-    assert len(book.kv.tree) == 0 and book.kv.tree._roots == {}
+    assert book.num_cached == 0 and book.kv.tree._roots == {}
 
 
 # --- eviction --------------------------------------------------------------------------------
@@ -336,7 +340,7 @@ def test_what_is_loaded_is_evicted_leaves_first():
     book.load(QUERY)
     book.step()
     book.kv.take_loaded()
-    order = [book.kv.tree.blocks.get(block_id) for block_id in book.kv.pool.free_blocks()]
+    order = [book.kv.tree.blocks[block_id] for block_id in book.kv.pool.free_blocks()]
     assert [node.num_tokens for node in order if node] == [10, 8, 4]
 
 
@@ -487,7 +491,7 @@ def test_a_slot_is_pinned_while_it_is_the_only_place():
     for record, op in enumerate(book.kv.take_store_ops()):
         book.kv.on_store_result(StoreResult(op.number, True, record))
     other = book.start([9] * 8)
-    assert len(book.kv.tree.records) == len(book.kv.tree.slots) == 2
+    assert len(book.kv.tree.records) == book.kv.tree.num_cached_slots == 2
     slots = book.kv._tiers.slots
     assert slots.num_pinned == 0
     book.check(other)
@@ -565,7 +569,7 @@ def test_a_smaller_pool_forgets_what_lay_beyond():
     assert max(held.block_table) >= 3
     book.kv.resize(1)
     book.check(held)
-    assert book.kv.pool.num_blocks == 1 and len(book.kv.tree) == 1
+    assert book.kv.pool.num_blocks == 1 and book.num_cached == 1
     book.kv.publish(held, 8)
     book.end(held)
     assert book.kv.pool.num_free == 1 and book.kv.pool.num_held == 0

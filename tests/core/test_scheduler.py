@@ -367,4 +367,4 @@ def test_choices_share_their_prompt_until_they_are_admitted():
     first, second, third, fourth = (sequence.token_ids for sequence in sequences)
     assert first is not second and first is not third and second is not third
     assert third is fourth
-    assert third == [5, 6, 7]
+    assert third.tolist() == [5, 6, 7]

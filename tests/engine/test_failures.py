@@ -183,7 +183,7 @@ def test_an_engine_whose_books_are_wrong_dies_and_nobody_hangs(broken):
                 await until(lambda: engine.stats().num_requests_running > 0)
                 if broken == "integrity":
                     other.cancel()
-                    scheduler._roster._free_rows.append(0)  # found when the last request has ended
+                    scheduler._kv.pool.take()  # found when the last request has ended
                     gate.release(10)
                     (completion,) = await stream.collect()
                     assert list(completion.token_ids) == oracle(runner, PROMPT, 4)

@@ -6,13 +6,12 @@ its count is 0; one above (after `resize`) never is.
 
 A free block keeps its contents until it is taken, so a cached one can be revived by `acquire`.
 Pinned blocks are in a list of their own, from which is taken when the other one is empty. Both
-are circular doubly linked lists threaded through two int arrays, so that each operation takes the
-same time whatever the size of the pool. Host slots have a pool as well.
+are circular doubly linked lists threaded through two lists of numbers, so that each operation takes
+the same time whatever the size of the pool (a dict in this order would be built anew now and then).
+Host slots have a pool as well.
 """
 
 from __future__ import annotations
-
-from array import array
 
 from ..integrity import IntegrityError
 
@@ -24,12 +23,12 @@ class BlockPool:
     """Blocks 0 .. num_blocks-1, all usable."""
 
     __slots__ = (
+        "_is_pinned",
         "_next",
-        "_pinned",
+        "_num_retiring",
         "_prev",
         "num_blocks",
         "num_free",
-        "num_held",
         "num_pinned",
         "ref_counts",
     )
@@ -38,21 +37,33 @@ class BlockPool:
         self.num_blocks = 0
         self.num_free = 0  # pinned ones included
         self.num_pinned = 0  # free ones that are taken last
-        self.num_held = 0  # referenced ones, those included that retire when they are released
-        self.ref_counts: array[int] = array("i")
-        self._pinned = bytearray()  # 1: in the pinned list
-        self._next: array[int] = array("i", (_FREE, _PINNED))
-        self._prev: array[int] = array("i", (_FREE, _PINNED))
+        self.ref_counts: list[int] = []
+        self._num_retiring = 0  # referenced ones from `num_blocks` on
+        self._is_pinned: list[bool] = []  # free, and in the pinned list
+        self._next = [_FREE, _PINNED]
+        self._prev = [_FREE, _PINNED]
         self.resize(num_blocks)
+
+    @property
+    def num_held(self) -> int:
+        """Referenced ones, those included that retire when they are released."""
+        return self.num_blocks - self.num_free + self._num_retiring
 
     def take(self) -> int:
         """The free block that was unused for longest, now referenced once; pinned ones last."""
-        entry = self._next[_FREE] or self._next[_PINNED]
-        if entry == _PINNED:
-            raise IntegrityError("I1", "expected a free block, got an empty pool")
+        following = self._next
+        entry = following[_FREE]
         block_id = entry - _BLOCKS
-        self._unlink(block_id)
-        self.num_held += 1
+        if entry:  # as `_unlink` does it
+            after = following[entry]
+            following[_FREE] = after
+            self._prev[after] = _FREE
+            self.num_free -= 1
+        elif self.num_pinned:
+            block_id = following[_PINNED] - _BLOCKS
+            self._unlink(block_id)
+        else:
+            raise IntegrityError("I1", "expected a free block, got an empty pool")
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -61,7 +72,6 @@ class BlockPool:
         count = self.ref_counts[block_id]
         if count == 0:
             self._unlink(block_id)
-            self.num_held += 1
         self.ref_counts[block_id] = count + 1
 
     def release(self, block_id: int, reuse_first: bool = False, pinned: bool = False) -> None:
@@ -71,19 +81,18 @@ class BlockPool:
             raise IntegrityError("I1", f"block {block_id} was released more often than referenced")
         self.ref_counts[block_id] = count
         if count == 0:
-            self.num_held -= 1
             if block_id >= self.num_blocks:
-                return
-            if reuse_first or pinned:
+                self._num_retiring -= 1
+            elif reuse_first or pinned:
                 self._link(block_id, reuse_first, pinned)
-                return
-            # The common case, as `_link` does it: there is one for each block of each table.
-            previous, entry = self._prev, block_id + _BLOCKS
-            before = previous[_FREE]
-            self._next[before] = previous[_FREE] = entry
-            previous[entry] = before
-            self._next[entry] = _FREE
-            self.num_free += 1
+            else:  # as `_link` does it: there is one for each block of each table
+                previous, following, entry = self._prev, self._next, block_id + _BLOCKS
+                before = previous[_FREE]
+                following[before] = entry
+                previous[_FREE] = entry
+                previous[entry] = before
+                following[entry] = _FREE
+                self.num_free += 1
 
     def touch(self, block_id: int, reuse_first: bool = False, pinned: bool = False) -> None:
         """Put a block, if it is free, where `release` would put it now."""
@@ -96,19 +105,18 @@ class BlockPool:
 
         Referenced ones retire when they are released.
         """
-        old = self.num_blocks
-        retired = [b for b in range(num_blocks, old) if self.ref_counts[b] == 0]
+        old, ref_counts = self.num_blocks, self.ref_counts
+        retired = [block_id for block_id in range(num_blocks, old) if ref_counts[block_id] == 0]
         for block_id in retired:
             self._unlink(block_id)
-        num_more = num_blocks - len(self.ref_counts)
-        if num_more > 0:
-            self.ref_counts.frombytes(bytes(4 * num_more))
-            self._pinned += bytes(num_more)
-            self._next.frombytes(bytes(4 * num_more))
-            self._prev.frombytes(bytes(4 * num_more))
+        num_more = num_blocks - len(ref_counts)
+        for numbers in (ref_counts, self._next, self._prev):
+            numbers += [0] * num_more
+        self._is_pinned += [False] * num_more
         self.num_blocks = num_blocks
+        self._num_retiring = sum(count > 0 for count in ref_counts[num_blocks:])
         for block_id in range(num_blocks - 1, old - 1, -1):  # to be taken in order
-            if self.ref_counts[block_id] == 0:
+            if ref_counts[block_id] == 0:
                 self._link(block_id, True, False)
         return retired
 
@@ -122,17 +130,17 @@ class BlockPool:
         following[entry] = after
         self.num_free += 1
         if pinned:
-            self._pinned[block_id] = 1
+            self._is_pinned[block_id] = True
             self.num_pinned += 1
 
     def _unlink(self, block_id: int) -> None:
         following, previous, entry = self._next, self._prev, block_id + _BLOCKS
-        before = previous[entry]
-        previous[following[entry]] = before
-        following[before] = following[entry]
+        before, after = previous[entry], following[entry]
+        previous[after] = before
+        following[before] = after
         self.num_free -= 1
-        if self._pinned[block_id]:
-            self._pinned[block_id] = 0
+        if self._is_pinned[block_id]:
+            self._is_pinned[block_id] = False
             self.num_pinned -= 1
 
     def free_blocks(self, *, pinned: bool = False) -> list[int]:
@@ -156,11 +164,12 @@ class BlockPool:
                 f"{num_unreferenced} blocks are unreferenced, {self.num_free} are counted as free, "
                 f"{len(free)} are in the free lists",
             )
-        if self.num_held != len(self.ref_counts) - self.ref_counts.count(0):
-            raise IntegrityError("I1", f"{self.num_held} are counted as held: {self.ref_counts}")
         if any(self.ref_counts[block_id] or block_id >= self.num_blocks for block_id in free):
             raise IntegrityError("I1", "a referenced or retired block is in a free list")
-        marked = [block_id for block_id, mark in enumerate(self._pinned) if mark]
+        num_held = len(self.ref_counts) - self.ref_counts.count(0)
+        if self.num_held != num_held:
+            raise IntegrityError("I1", f"{num_held} are held, {self.num_held} are counted as held")
+        marked = [block_id for block_id, mark in enumerate(self._is_pinned) if mark]
         if sorted(pinned) != marked or len(pinned) != self.num_pinned:
             raise IntegrityError(
                 "I1", f"blocks {marked} are marked as pinned and free, listed are {sorted(pinned)}"

@@ -1,6 +1,6 @@
 """check_kv: whether pools, tree, tables and pins agree.
 
-Owns nothing, knows everything of the KV books; takes time: for tests, and for when nobody runs.
+Owns nothing, knows everything of the KV books; takes time: for tests.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ...protocol import Request, pack_ints
+from ...protocol import Request
 from ..integrity import IntegrityError
 from ..sequence import Sequence
 from .block_pool import BlockPool
@@ -86,7 +86,7 @@ def _check_table(
     if len(sequence.block_table) != -(-num_computed // block_size):
         raise IntegrityError("I2", f"{sequence} has a table of the wrong length")
     prefix = salt_digest(cache_salt)
-    packed = pack_ints(sequence.token_ids[:num_computed])
+    packed = sequence.token_ids[:num_computed].tobytes()
     known = len(prefix) + len(packed)  # of tokens that were dropped, nobody knows the content
     packed = prefix + packed
     for index, block_id in enumerate(sequence.block_table):

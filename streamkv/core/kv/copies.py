@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ...protocol import CopyKind, StepOutput, unpack_ints
 from ..integrity import IntegrityError
-from .prefix_node import PrefixNode
+from .prefix_node import NOWHERE, PrefixNode
 from .tiers import KVTiers
 from .types import Copy, KVStats
 
@@ -36,9 +36,12 @@ class Copies:
 
     __slots__ = (
         "_block_refs",
+        "_cached",
+        "_has_slots",
         "_max_copies",
         "_next_number",
         "_on_the_way",
+        "_pool",
         "_queue",
         "_stats",
         "_tiers",
@@ -48,6 +51,9 @@ class Copies:
 
     def __init__(self, tiers: KVTiers, stats: KVStats, max_copies: int) -> None:
         self._tiers = tiers
+        self._pool = tiers.pool
+        self._cached = tiers.tree.blocks
+        self._has_slots = tiers.slots.num_blocks > 0
         self._stats = stats
         self._max_copies = max_copies
         self.num_left = max_copies
@@ -61,28 +67,31 @@ class Copies:
 
     def take_block(self) -> int:
         """A block for something else. What was cached in it goes to a host slot, if it may."""
-        tiers = self._tiers
-        block_id = tiers.pool.take()
-        tree = tiers.tree
-        node = tree.blocks.get(block_id)
+        block_id = self._pool.take()
+        node = self._cached[block_id]
         if node is not None:
-            self._stats.num_evictions += 1
-            tree.clear_block(node)
-            if node.slot >= 0:
-                tiers.touch(node)
-                if self.on_evicted is not None:
-                    self.on_evicted(node)
-            elif (
-                tiers.slots.num_free
-                and self.num_left > 0
-                and not node.given_up
-                and not node.num_users  # another copy will say where it is
-                and tiers.has_slot(pinned=node.pins > 0)
-            ):
-                self.copy_out(node, block_id)
-            else:
-                tree.prune(node)
+            self._evict(node, block_id)
         return block_id
+
+    def _evict(self, node: PrefixNode, block_id: int) -> None:
+        tiers = self._tiers
+        self._stats.num_evictions += 1
+        self._cached[block_id] = None
+        node.block_id = NOWHERE
+        if node.slot >= 0:
+            tiers.touch(node)
+            if self.on_evicted is not None:
+                self.on_evicted(node)
+        elif (
+            self._has_slots
+            and self.num_left > 0
+            and not node.given_up
+            and not node.num_users  # another copy will say where it is
+            and tiers.has_slot(pinned=node.pins > 0)
+        ):
+            self.copy_out(node, block_id)
+        else:
+            tiers.tree.prune(node)
 
     def copy_out(
         self, node: PrefixNode, block_id: int, *, hold: bool = False, on_end: _OnOut | None = None

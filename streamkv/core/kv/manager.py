@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from ...protocol import Request, StepOutput, StoredBlock, StoreOp, StoreResult, pack_ints
+from ...protocol import Request, StepOutput, StoredBlock, StoreOp, StoreResult
 from ..integrity import IntegrityError
 from ..sequence import Sequence
 from .block_pool import BlockPool
@@ -178,22 +178,26 @@ class KVManager:
         count = self.pool.ref_counts[block_id]
         return count > 1 and count - self._copies.num_refs(block_id) > 1
 
-    def grow(self, sequence: Sequence, end: int) -> GrowResult:
-        """Take these blocks, which must be free. A shared one is replaced in the table by a copy.
+    def grow(self, sequence: Sequence, end: int) -> GrowResult | None:
+        """Take the blocks to compute up to `end`. None, and nothing is changed, if they aren't
+        free. A shared one that it first writes is replaced in the table by a copy.
 
         Copies on the way don't share it: they were made before anything is written.
         """
-        table = sequence.block_table
-        rewritten = False
-        if sequence.num_computed_tokens % self.block_size and self._writes_shared(sequence, end):
-            rewritten = True  # its last block
+        table, take_block = sequence.block_table, self._copies.take_block
+        num_blocks = -(-end // self.block_size) - len(table)
+        rewritten = sequence.num_computed_tokens % self.block_size > 0 and self._writes_shared(
+            sequence, end
+        )
+        if num_blocks + rewritten > self.pool.num_free:
+            return None
+        if rewritten:  # its last block
             self._append_copy(sequence, table.pop())
             self._tails.pop(sequence, None)
-        num_blocks, take_block = -(-end // self.block_size) - len(table), self._copies.take_block
         # One, as most are, without the cost of a loop.
         appended = [take_block()] if num_blocks == 1 else [take_block() for _ in range(num_blocks)]
         table += appended
-        return GrowResult(appended, rewritten)
+        return appended, rewritten
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Begin the (empty) table of the child with all of the parent's blocks.
@@ -230,7 +234,7 @@ class KVManager:
             return
         parent = node or self.tree.root(self._salt(sequence.request))
         for index in range(first, num_full):
-            key = pack_ints(token_ids[index * block_size : (index + 1) * block_size])
+            key = token_ids[index * block_size : (index + 1) * block_size].tobytes()
             node = parent = parent.children.get(key) or parent.add_child(key)
             if node.block_id < 0:
                 self._tiers.fill(node, table[index])
@@ -238,7 +242,7 @@ class KVManager:
         if self._tails:
             self._tails.pop(sequence, None)  # its block may be full by now
         if tail and num_tail_tokens:
-            key = pack_ints(token_ids[num_full * block_size : num_tokens])
+            key = token_ids[num_full * block_size : num_tokens].tobytes()
             leaf = self._tails[sequence] = self.tree.child(parent, key)
             if leaf.block_id < 0:
                 self._tiers.fill(leaf, table[num_full])
@@ -367,6 +371,11 @@ class KVManager:
             or self._loading.num_reads_waiting > 0
         )
 
+    @property
+    def num_held(self) -> tuple[int, int]:
+        """Blocks and slots that tables, copies, loads or the store hold."""
+        return self.pool.num_held, self._tiers.slots.num_held
+
     def resize(self, num_blocks: int) -> None:
         """Blocks from `num_blocks` on aren't taken any more; those referenced go when released."""
         self._tiers.resize(num_blocks)
@@ -374,9 +383,10 @@ class KVManager:
     @property
     def stats(self) -> KVStats:
         """The same object at each call."""
-        cached = self.tree.slots
+        tree = self.tree
         held = {*self._copies.held()[1], *self._loading.held_slots()}  # some of them to be cached
-        self._stats.num_host_slots_used = len(cached) + sum(slot not in cached for slot in held)
+        num_to_cache = sum(tree.slots[slot] is None for slot in held)
+        self._stats.num_host_slots_used = tree.num_cached_slots + num_to_cache
         self._stats.num_sessions = len(self._sessions)
         self._stats.num_pinned_blocks = self.pool.num_pinned
         return self._stats

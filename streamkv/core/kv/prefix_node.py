@@ -9,6 +9,7 @@ there are many children, has the keys of all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -146,6 +147,7 @@ def num_common_tokens(a: bytes, b: bytes) -> int:
     return num_bytes // INT32_BYTES
 
 
+@lru_cache(maxsize=1024)
 def salt_digest(cache_salt: str) -> bytes:
     """Of the empty prefix."""
     return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()

@@ -11,9 +11,10 @@ a place is a hole: a match ends there, and publishing the same tokens again fill
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
-from ...protocol import StoredBlock, pack_ints
+from ...protocol import StoredBlock
 from ..integrity import IntegrityError
 from .prefix_node import (
     INT32_BYTES,
@@ -28,24 +29,33 @@ __all__ = ["PrefixMatch", "PrefixNode", "PrefixTree"]
 
 
 class PrefixTree:
-    """Cached blocks by token content and salt. Its three maps are read by others, never written."""
+    """Cached blocks by token content and salt. Its three maps are read by others, never written.
 
-    __slots__ = ("key_bytes", "_roots", "block_size", "blocks", "records", "slots")
+    `blocks` and `slots` are lists by number: a large dict would be built anew now and then.
+    """
 
-    def __init__(self, block_size: int) -> None:
+    __slots__ = (
+        "_roots",
+        "block_size",
+        "blocks",
+        "key_bytes",
+        "num_cached_slots",
+        "records",
+        "slots",
+    )
+
+    def __init__(self, block_size: int, *, num_blocks: int = 0, num_slots: int = 0) -> None:
         self.block_size = block_size
         self.key_bytes = block_size * INT32_BYTES
         self._roots: dict[bytes, PrefixNode] = {}  # by digest
-        self.blocks: dict[int, PrefixNode] = {}
-        self.slots: dict[int, PrefixNode] = {}
+        self.blocks: list[PrefixNode | None] = [None] * num_blocks
+        self.slots: list[PrefixNode | None] = [None] * num_slots
         self.records: dict[int, PrefixNode] = {}
+        self.num_cached_slots = 0
 
-    def __len__(self) -> int:
-        """Number of cached blocks on the device."""
-        return len(self.blocks)
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self.blocks
+    def extend_blocks(self, num_blocks: int) -> None:
+        """There are at least that many."""
+        self.blocks += [None] * (num_blocks - len(self.blocks))
 
     # --- by content --------------------------------------------------------------------------
 
@@ -61,13 +71,13 @@ class PrefixTree:
         """The node of these tokens after `parent`; a new one is nowhere yet."""
         return parent.children.get(key) or parent.add_child(key)
 
-    def match(self, token_ids: list[int], cache_salt: str) -> PrefixMatch:
+    def match(self, token_ids: array[int], cache_salt: str) -> PrefixMatch:
         """The longest cached prefix that leaves at least one token to compute."""
         nodes: list[PrefixNode] = []
         node = self._roots.get(salt_digest(cache_salt))
         if node is None:
             return PrefixMatch(nodes, 0)
-        packed = pack_ints(token_ids)
+        packed = token_ids.tobytes()
         begin, end, step = 0, len(packed) - INT32_BYTES, self.key_bytes
         num_device, is_on_device = 0, True
         while begin + step <= end:
@@ -110,15 +120,17 @@ class PrefixTree:
         node.block_id = block_id
 
     def clear_block(self, node: PrefixNode) -> None:
-        del self.blocks[node.block_id]
+        self.blocks[node.block_id] = None
         node.block_id = NOWHERE
 
     def set_slot(self, node: PrefixNode, slot: int) -> None:
         self.slots[slot] = node
+        self.num_cached_slots += 1
         node.slot = slot
 
     def clear_slot(self, node: PrefixNode) -> None:
-        del self.slots[node.slot]
+        self.slots[node.slot] = None
+        self.num_cached_slots -= 1
         node.slot = NOWHERE
 
     def set_record(self, node: PrefixNode, record: int) -> None:
@@ -150,8 +162,11 @@ class PrefixTree:
             nodes += node.children.values()
         for node in nodes:
             node.parent = None
-            self.blocks.pop(node.block_id, None)
-            self.slots.pop(node.slot, None)
+            if node.block_id >= 0:
+                self.blocks[node.block_id] = None
+            if node.slot >= 0:
+                self.slots[node.slot] = None
+                self.num_cached_slots -= 1
             self.records.pop(node.record, None)
         return nodes[1:]
 
@@ -174,7 +189,7 @@ class PrefixTree:
 
     def prefix_of(self, block_id: int) -> tuple[bytes, bytes] | None:
         """(root's digest, int32 tokens) of a cached block (walks to the root: for checks)."""
-        node = self.blocks.get(block_id)
+        node = self.blocks[block_id]
         if node is None:
             return None
         keys = []
@@ -212,10 +227,16 @@ class PrefixTree:
                 raise IntegrityError("I6", f"{node} is not full, but has children or a record")
             blocks[node.block_id] = slots[node.slot] = records[node.record] = node
         for name, found, known in (
-            ("block", blocks, self.blocks),
-            ("slot", slots, self.slots),
+            ("block", blocks, _by_number(self.blocks)),
+            ("slot", slots, _by_number(self.slots)),
             ("record", records, self.records),
         ):
             found.pop(NOWHERE, None)
             if found != known:
                 raise IntegrityError("I6", f"{name}s of nodes: {found}, in the map: {known}")
+        if len(slots) != self.num_cached_slots:
+            raise IntegrityError("I6", f"{len(slots)} slots, {self.num_cached_slots} are counted")
+
+
+def _by_number(nodes: list[PrefixNode | None]) -> dict[int, PrefixNode]:
+    return {number: node for number, node in enumerate(nodes) if node is not None}

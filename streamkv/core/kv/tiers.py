@@ -21,19 +21,19 @@ class KVTiers:
     def __init__(self, num_blocks: int, num_host_slots: int, block_size: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.slots = BlockPool(num_host_slots)
-        self.tree = PrefixTree(block_size)
+        self.tree = PrefixTree(block_size, num_blocks=num_blocks, num_slots=num_host_slots)
 
     def release_block(self, block_id: int) -> None:
         """One reference less; a free one is kept for what is cached in it, or is next to go."""
         pool = self.pool
-        node = self.tree.blocks.get(block_id)
+        node = self.tree.blocks[block_id]
         if node is not None and block_id >= pool.num_blocks and pool.ref_counts[block_id] == 1:
             self.forget_block(node)  # it retires
             node = None
         pool.release(block_id, reuse_first=node is None, pinned=node is not None and node.pins > 0)
 
     def release_slot(self, slot: int) -> None:
-        node = self.tree.slots.get(slot)
+        node = self.tree.slots[slot]
         self.slots.release(
             slot, reuse_first=node is None, pinned=node is not None and _is_slot_pinned(node)
         )
@@ -41,7 +41,7 @@ class KVTiers:
     def take_slot(self) -> int:
         """A slot for something else: what was in it is on the other tiers, or gone."""
         slot = self.slots.take()
-        node = self.tree.slots.get(slot)
+        node = self.tree.slots[slot]
         if node is not None:
             self.tree.clear_slot(node)
             self.tree.prune(node)
@@ -80,10 +80,12 @@ class KVTiers:
         """
         if node.block_id >= 0:
             return
-        former = self.tree.blocks.get(block_id)
+        blocks = self.tree.blocks
+        former = blocks[block_id]
         if former is not None:
             self.forget_block(former)
-        self.tree.set_block(node, block_id)
+        blocks[block_id] = node
+        node.block_id = block_id
         if node.slot >= 0:
             self._place_slot(node)
 
@@ -123,8 +125,9 @@ class KVTiers:
     # --- whole prefixes ----------------------------------------------------------------------
 
     def resize(self, num_blocks: int) -> None:
+        self.tree.extend_blocks(num_blocks)
         for block_id in self.pool.resize(num_blocks):
-            node = self.tree.blocks.get(block_id)
+            node = self.tree.blocks[block_id]
             if node is not None:
                 self.forget_block(node)
 

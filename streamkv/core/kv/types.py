@@ -18,11 +18,8 @@ class Keep(enum.Enum):
     FORGET = enum.auto()  # a step failed to compute them: nobody knows their content
 
 
-class GrowResult(NamedTuple):
-    """What was done to a table: blocks behind it, and whether one in it is another one now."""
-
-    appended: list[int]
-    rewritten: bool
+GrowResult = tuple[list[int], bool]
+"""What was done to a table: blocks appended, and whether one in it is another one now."""
 
 
 class Copy(NamedTuple):
