@@ -88,10 +88,9 @@ def check_session(session_id: object, ttl_s: object, *, can_keep: bool) -> None:
             "server with --enable-prefix-caching",
             param="session_id",
         )
-    if type(ttl_s) not in (int, float) or not 0 < cast("float", ttl_s) <= MAX_SESSION_TTL_S:
+    if type(ttl_s) not in (int, float) or not 0 <= cast("float", ttl_s) <= MAX_SESSION_TTL_S:
         raise InvalidRequestError(
-            f"session_ttl: expected seconds, above 0 and at most {MAX_SESSION_TTL_S:.0f}, got "
-            f"{ttl_s!r:.100}",
+            f"session_ttl: expected seconds, 0 to {MAX_SESSION_TTL_S:.0f}, got {ttl_s!r:.100}",
             param="session_ttl",
         )
 

@@ -182,6 +182,8 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """Counters, and gauges of this moment; the gauges are zero once it has stopped."""
+        if not self._stopped:  # nobody may have had a turn since sessions expired
+            self.scheduler.advance_clock(time.monotonic())
         stats = read_stats(
             self.scheduler,
             (sequence for entry in self._entries.values() for sequence in entry.sequences),

@@ -105,13 +105,13 @@ def is_told(config: EngineConfig) -> bool:
 
 
 def plan_host_slots(config: EngineConfig, *, block_bytes: int, free_bytes: int) -> int:
-    """As many as --swap-space holds, and enough for what is on its way to --kv-cache-dir."""
+    """As many as --swap-space holds, MAX_BLOCKS at most; enough for the way to --kv-cache-dir."""
     swap_bytes = int(config.swap_space * 2**30)
-    num_slots = swap_bytes // block_bytes
-    if config.swap_space and not 1 <= num_slots <= MAX_BLOCKS:
+    num_slots = min(swap_bytes // block_bytes, MAX_BLOCKS)
+    if config.swap_space and not num_slots:
         raise ConfigError(
-            f"{SWAP}: expected room for 1 to {MAX_BLOCKS} KV blocks of "
-            f"{format_bytes(block_bytes)}, got {format_bytes(swap_bytes)} for {num_slots}"
+            f"{SWAP}: expected room for at least one KV block of {format_bytes(block_bytes)}, got "
+            f"{format_bytes(swap_bytes)}"
         )
     if config.kv_cache_dir:
         num_slots = max(num_slots, 1, min(STAGING_SLOTS, STAGING_BYTES // block_bytes))

@@ -2,6 +2,7 @@
 
 import pytest
 from core.kv_world import Tokens, make_request
+from msgspec import structs
 
 from streamkv.core.integrity import IntegrityError
 from streamkv.core.kv.manager import Keep, KVManager
@@ -542,6 +543,17 @@ def test_a_session_goes_on_and_its_former_expiry_counts_no_more():
     assert book.kv.stats.num_pinned_blocks == 3
     book.kv.expire_sessions(3.0)
     assert book.kv.stats.num_pinned_blocks == 0
+
+
+def test_a_session_without_time_left_is_over():
+    book = Book(max_session_blocks=4)
+    end_in_session(book, [1, 2, 3, 4, 5], "a")
+    sequence = book.start([1, 2, 3, 4, 5, 6], session="a")
+    request = structs.replace(sequence.request, session_ttl_s=0.0)
+    book.kv.keep_session(request, sequence, 1.0)
+    book.end(sequence)
+    assert (book.kv.stats.num_sessions, book.kv.stats.num_pinned_blocks) == (0, 0)
+    book.check()
 
 
 def test_the_oldest_sessions_make_room_and_a_long_one_is_kept_in_part():

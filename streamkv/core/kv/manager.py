@@ -302,8 +302,12 @@ class KVManager:
     # --- sessions ----------------------------------------------------------------------------
 
     def keep_session(self, request: Request, sequence: Sequence, now_s: float) -> None:
-        """Pin what it has published, which it must still hold, for the request's session."""
-        if not (request.session_id and request.session_ttl_s > 0 and self._is_shared):
+        """Pin what it has published, which it must still hold, for the request's session; for no
+        time, end the session."""
+        if not (request.session_id and self._is_shared):
+            return
+        if request.session_ttl_s <= 0:
+            self._sessions.drop((request.cache_salt, request.session_id))
             return
         node, tail = sequence.prefix_node, self._tails.get(sequence)
         path = [] if node is None else node.path()
