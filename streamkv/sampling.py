@@ -8,6 +8,7 @@ msgspec only.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -105,9 +106,13 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
 
     def __post_init__(self) -> None:
         OtherSamplingParams.__post_init__(self)
-        self.n = _whole("n", self.n, 1, MAX_CHOICES)
+        self.use_beam_search = _truth("use_beam_search", self.use_beam_search)
+        most, what = MAX_CHOICES, "a number"
+        if self.use_beam_search:
+            most, what = MAX_BEAM_WIDTH, "a number of beams"
+        self.n = _whole("n", self.n, 1, most, what)
         if self.best_of is not None:
-            self.best_of = _whole("best_of", self.best_of, self.n, MAX_CHOICES)
+            self.best_of = _whole("best_of", self.best_of, self.n, most, what)
         self.temperature = _number("temperature", self.temperature, 0.0, 100.0)
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
         self.top_k = _whole("top_k", self.top_k, -1, 2**31 - 1)
@@ -147,27 +152,27 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
 
     def _check_beams(self) -> None:
         """Beams are ranked by the model's own log-probabilities: nothing else may choose tokens."""
-        self.use_beam_search = _truth("use_beam_search", self.use_beam_search)
         if self.length_penalty is None:
             self.length_penalty = 1.0
         self.length_penalty = _number("length_penalty", self.length_penalty, -100.0, 100.0)
         if self.early_stopping != "never":
             self.early_stopping = _truth("early_stopping", self.early_stopping, ' or "never"')
-        for name, neutral in (_FOR_BEAMS if self.use_beam_search else _FOR_NO_BEAMS).items():
-            if getattr(self, name) not in neutral:
-                reason = (
-                    "with use_beam_search, which takes the most likely tokens"
-                    if self.use_beam_search
-                    else "without use_beam_search"
-                )
+        for name, (default, *others) in (
+            _FOR_BEAMS if self.use_beam_search else _FOR_NO_BEAMS
+        ).items():
+            value = getattr(self, name)
+            if value != default and value not in others:
+                expected = "none"
+                if default not in ((), {}):
+                    expected = " or ".join(
+                        [f"the default ({json.dumps(default)})", *map(json.dumps, others)]
+                    )
+                beams = "with" if self.use_beam_search else "without"
                 raise InvalidRequestError(
-                    f"{name}: expected {neutral[0]!r} {reason}, got {getattr(self, name)!r:.100}; "
-                    "leave it out",
+                    f"{name}: expected {expected} {beams} use_beam_search, got "
+                    f"{json.dumps(value):.100}; leave it out",
                     param=name,
                 )
-        if self.use_beam_search:
-            name = "n" if self.best_of is None else "best_of"
-            _whole(name, self.num_sequences, 1, MAX_BEAM_WIDTH)
 
     def _check_lists(self) -> None:
         """Check what has several items, and keep copies."""
@@ -195,9 +200,9 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
             raise InvalidRequestError("stop: expected non-empty strings", param="stop")
 
 
-# What may be said of the others, by name.
+# What may be said of the others, by name: the default first.
 _FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
-    "temperature": (0.0, 1.0),
+    "temperature": (1.0, 0.0),
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
@@ -224,7 +229,15 @@ def _truth(name: str, value: Any, others: str = "") -> bool:
     return bool(value)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
+def _number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    what: str = "a number",
+    *,
+    above: bool = False,
+) -> Any:
     """The number, if low <= value <= high (low < value with `above`); NaN never is."""
     if type(value) not in (int, float):
         value = plain(value)
@@ -233,14 +246,14 @@ def _number(name: str, value: Any, low: float, high: float, *, above: bool = Fal
     if not is_number or not (low <= value <= high) or (above and value == low):
         bracket = "(" if above else "["
         raise InvalidRequestError(
-            f"{name}: expected a number in {bracket}{low}, {high}], got {value!r:.100}", param=name
+            f"{name}: expected {what} in {bracket}{low}, {high}], got {value!r:.100}", param=name
         )
     return value
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> int:
+def _whole(name: str, value: Any, low: int, high: int, what: str = "a number") -> int:
     """The number, if it is an int from low to high."""
-    number = _number(name, value, low, high)
+    number = _number(name, value, low, high, what)
     if not isinstance(number, int):
         raise InvalidRequestError(f"{name}: expected a whole number, got {number!r}", param=name)
     return number

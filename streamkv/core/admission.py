@@ -66,7 +66,6 @@ class Admission:
         "_refused",
         "_roster",
         "headroom",
-        "num_hit_tokens",
         "num_queries_tokens",
     )
 
@@ -79,7 +78,6 @@ class Admission:
         self.headroom = Headroom(kv.block_size, min_lookahead)
         self._refused: tuple[Sequence | None, int] = (None, 0)  # head that didn't fit, free blocks
         self.num_queries_tokens = 0  # looked up at first admissions, once for each group
-        self.num_hit_tokens = 0  # of these, found
 
     def forget_refusal(self) -> None:
         """What is free, or cached, has changed in a way that the number of free blocks hides."""
@@ -135,14 +133,15 @@ class Admission:
     def _admit(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
         """Give it a row and its first tokens."""
         kv, roster, group = self._kv, self._roster, sequence.group
-        kv.share(sequence, match)
+        # The others of a group, and who comes back, find what the request has computed itself.
+        is_first = sequence.num_preemptions == 0 and sequence is group.leader
+        kv.share(sequence, match, is_counted=is_first)
         num_hit_tokens = sequence.num_computed_tokens
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = num_hit_tokens
             sequence.token_ids = sequence.token_ids[:]  # its own from now on
-            if sequence is group.leader:
+            if is_first:
                 self.num_queries_tokens += len(sequence.token_ids)
-                self.num_hit_tokens += num_hit_tokens
         elif sequence.keep is Keep.SWAP:
             plan.swapped_in.append(sequence)
         sequence.keep = Keep.CACHE

@@ -167,7 +167,8 @@ class Scheduler:
     @property
     def num_prefix_hit_tokens(self) -> int:
         """Of these, found."""
-        return self._admission.num_hit_tokens
+        stats = self._kv.stats
+        return stats.num_device_hit_tokens + stats.num_host_hit_tokens + stats.num_disk_hit_tokens
 
     @property
     def kv_stats(self) -> KVStats:

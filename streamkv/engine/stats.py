@@ -36,7 +36,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     prefix_cache_queries_total: int = 0  # tokens looked up
     prefix_cache_hits_total: int = 0  # tokens found, once a request
-    prefix_cache_hits_by_tier_total: Mapping[str, int] = {}  # "device", "host", "disk"; by each
+    prefix_cache_hits_by_tier_total: Mapping[str, int] = {}  # these, of "device", "host", "disk"
     kv_blocks_evicted_total: int = 0  # cached ones that were taken for others
     kv_blocks_copied_total: int = 0  # to another block, before a write to a shared one
     kv_blocks_swapped_out_total: int = 0  # copied to host memory

@@ -31,7 +31,7 @@ class Book:
     def resume(self, sequence):
         match = self.kv.match(sequence)
         assert self.kv.num_free_blocks_needed(sequence, match) <= self.kv.pool.num_free
-        self.kv.share(sequence, match)
+        self.kv.share(sequence, match, is_counted=True)
         sequence.hit = sequence.num_computed_tokens
         self.compute(sequence, len(sequence.token_ids))
         self.kv.unpin(sequence)

@@ -101,10 +101,8 @@ class Loading:
         self._done.pop(sequence, None)
 
     def count_hits(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Of what it has from the match: by where it was before. First admissions count."""
-        load = self._done.pop(sequence, None)
-        if sequence.num_preemptions:
-            return
+        """Of what it has from the match: by where it was before it waited."""
+        load = self._done.get(sequence)
         num_tokens, stats = sequence.num_computed_tokens, self._stats
         stats.num_device_hit_tokens += num_tokens
         if load is None:

@@ -132,8 +132,11 @@ class KVManager:
 
     # --- tables ------------------------------------------------------------------------------
 
-    def share(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Begin the (empty) table of a sequence with what of a match is on the device."""
+    def share(self, sequence: Sequence, match: PrefixMatch, *, is_counted: bool = False) -> None:
+        """Begin the (empty) table of a sequence with what of a match is on the device.
+
+        `is_counted`: in the statistics of hits.
+        """
         pool = self.pool
         nodes = match.nodes[: match.num_device]
         for node in nodes:
@@ -150,7 +153,9 @@ class KVManager:
                 tail.given_up = False
                 self._append_copy(sequence, tail.block_id)
                 sequence.num_computed_tokens += match.num_tail_tokens
-        self._loading.count_hits(sequence, match)
+        if is_counted:
+            self._loading.count_hits(sequence, match)
+        self._loading.forget_done(sequence)
 
     def _append_copy(self, sequence: Sequence, source: int) -> None:
         """Behind the table. The reference to the source is the copy's from now on."""

@@ -35,7 +35,7 @@ class Copy(NamedTuple):
 class KVStats:
     """Counters since the start, then gauges of this moment."""
 
-    num_device_hit_tokens: int = 0  # found by admitted sequences, by where they were
+    num_device_hit_tokens: int = 0  # found of prompts, once a request, by where they were
     num_host_hit_tokens: int = 0
     num_disk_hit_tokens: int = 0
     num_evictions: int = 0  # cached blocks taken for others
