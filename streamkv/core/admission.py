@@ -97,11 +97,13 @@ class Admission:
             if num_free_rows < min(num_rows, self._max_num_seqs):
                 return
             is_alone = not (roster.running or roster.loading or is_step_in_flight)
-            match = self._find_room(sequence, kv.pool.num_free - num_held_back, is_alone)
+            num_free = kv.pool.num_free - num_held_back - roster.num_loading_blocks
+            match = self._find_room(sequence, num_free, is_alone)
             if match is None:
                 return
             if kv.load(sequence, match):
-                roster.begin_load(sequence)
+                num_needed = kv.num_free_blocks_needed(sequence, match)
+                roster.begin_load(sequence, num_needed + self._num_blocks_of_others(sequence))
             else:
                 self._admit(sequence, match, plan)
 
@@ -114,7 +116,9 @@ class Admission:
         # Alone, it needs no more than itself: the others of its group can wait.
         num_others = 0 if is_alone else self._num_blocks_of_others(sequence)
         if not is_alone and self.headroom.lookahead:
-            num_others += self.headroom.num_blocks([*self._roster.running, sequence])
+            num_others += self.headroom.num_blocks(
+                [*self._roster.running, *self._roster.loading, sequence]
+            )
         match = kv.match(sequence)
         if kv.num_free_blocks_needed(sequence, match) + num_others <= num_free:
             return match

@@ -50,7 +50,8 @@ class Roster:
         self.removed_rows: list[int] = []  # for the next step
         self.waiting: list[Sequence] = []  # by order: for admission; not those of `aside`, `spare`
         self.running: list[Sequence] = []  # by order
-        self.loading: dict[Sequence, None] = {}  # ordered, as all dicts that are walked
+        # By the free blocks each will need: they are not for others. In order, as all dicts here.
+        self.loading: dict[Sequence, int] = {}
         # Groups whose leader runs while others are held back for it.
         self.leading: dict[SequenceGroup, None] = {}
         self.num_live = 0  # not ended
@@ -81,11 +82,16 @@ class Roster:
         for sequence in sequences:
             insort(self.waiting, sequence, key=_order)
 
-    def begin_load(self, sequence: Sequence) -> None:
+    @property
+    def num_loading_blocks(self) -> int:
+        """What is loaded isn't held: without these, loads would evict each other's blocks."""
+        return sum(self.loading.values()) if self.loading else 0
+
+    def begin_load(self, sequence: Sequence, num_blocks: int) -> None:
         """It waits for blocks, and others go on meanwhile."""
         self._leave(self.waiting, sequence)
         sequence.status = SequenceStatus.LOADING
-        self.loading[sequence] = None
+        self.loading[sequence] = num_blocks
 
     def end_load(self, sequence: Sequence) -> None:
         """Back to its place in the queue; or aside, if its group has begun anew meanwhile."""

@@ -6,6 +6,7 @@ from fakes import FakeStore
 
 from streamkv.core.admission import CALM_STEPS, MAX_LOOKAHEAD, Headroom
 from streamkv.core.cost_model import CostModel
+from streamkv.core.kv.loading import MAX_READS
 from streamkv.core.sequence import Sequence, SequenceStatus
 from streamkv.errors import CapacityError
 from streamkv.protocol import CopyKind
@@ -277,6 +278,68 @@ def test_without_prefix_caching_nothing_is_kept_on_disk():
     harness.add_one([*PROMPT, 1], 1)
     harness.run()
     assert store.records == {}
+
+
+@pytest.mark.parametrize("copy_delay", [0, 2])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prompts_that_are_loaded_at_once_do_not_evict_each_other(depth, copy_delay):
+    harness = Harness(depth=depth, num_blocks=12, num_host_slots=64, copy_delay=copy_delay)
+    prompts = [[token] * 21 for token in range(8)]  # five blocks, and a token: two fit
+    for prompt in prompts:
+        harness.add_one(prompt, 1)
+        harness.run()
+    num_before = harness.runner.num_computed_tokens
+    again = [harness.add_one(prompt, 2) for prompt in prompts]
+    harness.run()
+    for sequence in again:
+        harness.check_answer(sequence)
+    assert [sequence.num_cached_tokens for sequence in again] == [20] * 8
+    assert harness.runner.num_computed_tokens - num_before == 8 * 2
+    assert harness.scheduler.kv_stats.num_host_hit_tokens >= 6 * 20
+
+
+def stored(prompts: list[list[int]], **options) -> Harness:
+    """After a restart: these are on disk."""
+    store = FakeStore()
+    harness = start(store)
+    for prompt in prompts:
+        harness.add_one(prompt, 1)
+        harness.run()
+    return start(store, **{"num_host_slots": 64, **options})
+
+
+LONG, SHORT = list(range(20)) * 6, [7] * 9  # 30 blocks; two, and a token
+
+
+def test_a_short_load_does_not_wait_for_a_long_one():
+    harness = stored([LONG, SHORT])
+    long, short = harness.add_one([*LONG, 1], 2), harness.add_one(SHORT, 2)
+    assert harness.schedule() is None
+    assert harness.store.num_pending == MAX_READS
+    assert harness.scheduler.num_loading == 2
+    num_read = 0
+    while harness.scheduler.num_loading == 2:
+        harness.deliver(1)
+        num_read += 1
+        if harness.schedule():
+            harness.commit()
+    assert (short.num_cached_tokens, long.status) == (8, SequenceStatus.LOADING)
+    assert num_read <= MAX_READS + 2
+    harness.run()
+    assert long.num_cached_tokens == 120
+    for sequence in (long, short):
+        harness.check_answer(sequence)
+
+
+def test_reads_that_nobody_wants_any_more_are_not_begun():
+    harness = stored([LONG, SHORT])
+    long, same = harness.add_one([*LONG, 1], 2), harness.add_one([*LONG[:60], 1], 2)
+    short = harness.add_one(SHORT, 2)
+    assert harness.schedule() is None and harness.scheduler.num_loading == 3
+    harness.finish(long)
+    harness.run()
+    assert (same.num_cached_tokens, short.num_cached_tokens) == (60, 8)
+    assert harness.scheduler.kv_stats.num_store_reads <= 15 + 2 + MAX_READS
 
 
 # --- sessions, and the size of the pool ----------------------------------------------------------

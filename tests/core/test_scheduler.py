@@ -1,5 +1,6 @@
 """What the scheduler decides, at overlap depth 0."""
 
+import gc
 import sys
 
 import pytest
@@ -345,12 +346,15 @@ def count_calls(num_blocks: int) -> int:
         nonlocal num_calls
         num_calls += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # a collection calls whoever has asked to be told of it
     sys.setprofile(count)
     try:
         for _ in range(20):
             harness.advance()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return num_calls
 
 

@@ -4,6 +4,9 @@ Owns who waits for which block, and one reference to the host slot a block is lo
 not know queues, nor whether waiting is better than computing. Invariants: a block is loaded once,
 however many wait for it; each load ends, whatever fails; once loaded, a block is an ordinary
 cached one that nobody holds.
+
+Loads read from disk in turns, and few reads are on their way at a time: so a short load doesn't
+wait for a long one, nor for what nobody wants any more.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from .storing import Storing
 from .tiers import KVTiers
 from .types import KVStats
 
+MAX_READS = 8  # on their way
+
 
 class Load:
     """What one sequence waits for."""
 
-    __slots__ = ("from_disk", "from_host", "is_cancelled", "num_left", "path", "sequence")
+    __slots__ = ("from_disk", "from_host", "is_cancelled", "num_left", "path", "reads", "sequence")
 
     def __init__(self, sequence: Sequence, path: list[PrefixNode]) -> None:
         self.sequence = sequence
@@ -30,6 +35,7 @@ class Load:
         self.num_left = 0
         self.from_host: set[PrefixNode] = set()
         self.from_disk: set[PrefixNode] = set()
+        self.reads: deque[_Promotion] = deque()  # that it needs; another load may begin them
         self.is_cancelled = False
 
 
@@ -50,8 +56,9 @@ class Loading:
         "_done",
         "_ended",
         "_loads",
+        "_num_reads",
         "_promotions",
-        "_reads",
+        "_readers",
         "_stats",
         "_storing",
         "_tiers",
@@ -64,7 +71,8 @@ class Loading:
         self._storing = storing
         self._stats = stats
         self._promotions: dict[PrefixNode, _Promotion] = {}
-        self._reads: deque[_Promotion] = deque()  # wait for a slot
+        self._readers: deque[Load] = deque()  # that have something to read; the next one first
+        self._num_reads = 0  # on their way
         self._uploads: deque[_Promotion] = deque()  # wait for a block and a copy
         self._loads: dict[Sequence, Load] = {}  # going on
         self._ended: list[Load] = []  # to be told
@@ -87,6 +95,10 @@ class Loading:
             promotion = self._promotions.get(node) or self._start(node)
             promotion.loads.append(load)
             load.num_left += 1
+            if promotion.slot < 0:
+                load.reads.append(promotion)
+        if load.reads:
+            self._readers.append(load)
         self._touch(path)
         return True
 
@@ -95,6 +107,8 @@ class Loading:
         load = self._loads.pop(sequence, None) or self._done.pop(sequence, None)
         if load is not None:
             load.is_cancelled = True
+            while self._next_read(load) is not None:  # another one wants it
+                load.reads.popleft()
 
     def forget_done(self, sequence: Sequence) -> None:
         """It went on, or ended: it may wait again."""
@@ -119,8 +133,9 @@ class Loading:
 
     def take_loaded(self) -> list[Sequence]:
         """Whose loads have ended, well or not."""
-        self._skip_stale(self._uploads)
-        self._skip_stale(self._reads)
+        self._skip_stale_uploads()
+        for load in self._readers:
+            self._next_read(load)
         ended, self._ended = self._ended, []
         ended = [load for load in ended if not load.is_cancelled]
         for load in ended:
@@ -138,8 +153,6 @@ class Loading:
         node.num_users += 1
         if node.slot >= 0:
             self._hold_slot(promotion)
-        else:
-            self._reads.append(promotion)
         return promotion
 
     def _hold_slot(self, promotion: _Promotion) -> None:
@@ -156,39 +169,53 @@ class Loading:
         for load in promotion.loads:
             load.num_left -= 1
             if load.num_left == 0 and not load.is_cancelled:
+                load.reads.clear()
                 self._done[load.sequence] = self._loads.pop(load.sequence)
                 self._ended.append(load)
         self._tiers.tree.prune(node)
 
-    def _skip_stale(self, queue: deque[_Promotion]) -> None:
-        """End the first ones that nobody needs, or that somebody has computed meanwhile."""
-        while queue:
-            node = queue[0].node
-            is_wanted = any(not load.is_cancelled for load in queue[0].loads)
-            if is_wanted and node.is_attached and node.block_id < 0:
-                return
-            self._end(queue.popleft())
+    def _is_stale(self, promotion: _Promotion) -> bool:
+        """Nobody needs it, or somebody has computed it meanwhile."""
+        node = promotion.node
+        is_wanted = any(not load.is_cancelled for load in promotion.loads)
+        return not (is_wanted and node.is_attached and node.block_id < 0)
 
     # --- disk to slot ------------------------------------------------------------------------
 
+    def _next_read(self, load: Load) -> _Promotion | None:
+        """The first that is still to be read for it; those before it are out of the queue."""
+        while load.reads:
+            promotion = load.reads[0]
+            is_begun = promotion.slot >= 0 or self._promotions.get(promotion.node) is not promotion
+            if not is_begun and not self._is_stale(promotion):
+                return promotion
+            load.reads.popleft()
+            if not is_begun:
+                self._end(promotion)
+        return None
+
     def begin_reads(self) -> None:
-        """As many as there are slots for."""
-        tiers, reads = self._tiers, self._reads
-        self._skip_stale(reads)
-        while reads and tiers.slots.num_free:
-            promotion = reads.popleft()
+        """As many as there are slots for, one of each load in turn."""
+        tiers, readers = self._tiers, self._readers
+        while readers and tiers.slots.num_free and self._num_reads < MAX_READS:
+            load = readers.popleft()
+            promotion = self._next_read(load)
+            if promotion is None:
+                continue
+            readers.append(load)
             node = promotion.node
             if node.slot >= 0:
                 self._hold_slot(promotion)
             elif node.record >= 0:
                 promotion.slot = tiers.take_slot()
+                self._num_reads += 1
                 self._storing.read(node, promotion.slot, partial(self._end_read, promotion))
             else:
                 self._end(promotion)
-            self._skip_stale(reads)
 
     def _end_read(self, promotion: _Promotion, ok: bool) -> None:
         node = promotion.node
+        self._num_reads -= 1
         if ok:
             if node.slot < 0:
                 self._tiers.tree.set_slot(node, promotion.slot)
@@ -203,12 +230,16 @@ class Loading:
         """A block waits in a slot, and one on the device is free."""
         return bool(self._uploads) and self._tiers.pool.num_free > 0
 
+    def _skip_stale_uploads(self) -> None:
+        while self._uploads and self._is_stale(self._uploads[0]):
+            self._end(self._uploads.popleft())
+
     def make_copies(self) -> None:
-        self._skip_stale(self._uploads)
+        self._skip_stale_uploads()
         while self._copies.num_left > 0 and self.can_copy:
             promotion = self._uploads.popleft()
             self._copies.copy_in(promotion.slot, partial(self._end_copy, promotion))
-            self._skip_stale(self._uploads)
+            self._skip_stale_uploads()
 
     def _end_copy(self, promotion: _Promotion, block_id: int, ok: bool) -> None:
         if ok:
@@ -218,8 +249,8 @@ class Loading:
         self._end(promotion)
 
     @property
-    def num_reads_waiting(self) -> int:
-        return len(self._reads)
+    def has_reads_waiting(self) -> bool:
+        return any(load.reads for load in self._readers)
 
     # --- checks ------------------------------------------------------------------------------
 

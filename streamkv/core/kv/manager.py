@@ -377,7 +377,7 @@ class KVManager:
         return (
             self._copies.num_on_the_way > 0
             or self._storing.has_ops
-            or self._loading.num_reads_waiting > 0
+            or self._loading.has_reads_waiting
         )
 
     @property
