@@ -2,6 +2,12 @@
 #   make serve   build what is needed, fetch the default model, serve it at http://127.0.0.1:8000
 #   make test    build what is needed, then lint, type-check and test
 # More flags for the server: make serve ARGS="--port 9000 --dtype float32"
+# The rest:
+#   make lint, make unit         the two halves of make test
+#   make gpu-check               the model tests on a GPU
+#   make selftest, arm-check     the kernels without Python: of this CPU, of Arm by emulation
+#   make docs, make wheel        docs/flags.md, dist/
+#   make clean                   removes what make made
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,12 +17,15 @@ TORCH := torch==2.13.0
 GPU := $(wildcard /dev/nvidiactl)
 NATIVE := $(shell find cuda_ext -type f) pyproject.toml
 
-.PHONY: serve test lint unit gpu-check selftest arm-check wheel docs clean
+.PHONY: serve test help lint unit gpu-check selftest arm-check wheel docs clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/streamkv serve $(ARGS) || [ $$? -eq 130 ]  # Ctrl-C
 
 test: lint unit
+
+help:
+	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -119,13 +119,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 4096
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of available memory that the KV cache may take")
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="share of available memory that weights and KV cache may take; on a CPU "
+            "the KV cache is 4 GiB at most, unless --kv-cache-memory-bytes says more",
+        ),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
         int,
         Meta(
             ge=0,
-            description="bytes for KV blocks, as 8G (0: planned from what is free)",
+            description="bytes for KV blocks, as 8G or 0.5G (0: planned from what is free, on a "
+            "CPU 4 GiB at most)",
             extra={"also": ("kv_cache_memory",)},
         ),
     ] = 0
@@ -162,7 +169,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.25
     kv_cache_dir: Annotated[
-        str, Meta(description="folder that keeps prefixes over restarts (default: none)")
+        str,
+        Meta(
+            description="folder that keeps prefixes over restarts (default: none); host memory "
+            "for the way there comes with it, up to 64 blocks or 256 MiB"
+        ),
     ] = ""
     kv_cache_disk: Annotated[
         float, Meta(gt=0, le=1 << 20, description="GiB that --kv-cache-dir may take")

@@ -121,7 +121,7 @@ class Field(NamedTuple):
         if self.type is int and (matched := _IN_THOUSANDS.fullmatch(value)):
             whole, fraction, unit = matched.groups()
             base = 1000 if unit.islower() else 1024
-            if fraction is None or unit.islower():
+            if fraction is None or unit.islower() or self.name.endswith("_bytes"):
                 return round(float(f"{whole}.{fraction or 0}") * base ** _POWERS[unit.lower()])
         if self.type in (int, float) and text:  # ".9" and "+3" too
             with contextlib.suppress(ValueError):

@@ -36,7 +36,6 @@ from .runner.kv_cache import (
     CPU_LIMIT_BYTES,
     MemoryShare,
     available_memory_bytes,
-    format_bytes,
     kv_token_bytes,
 )
 from .runner.kv_plan import plan_kv_cache, plan_memory
@@ -47,6 +46,7 @@ from .runner.select import check_config, runs_on_torch
 from .weights.formats import Formats, Quantization, packed_bytes, planned_formats
 from .weights.hub import Checkpoint, checkpoint_of
 from .weights.loader import WeightSource, check_names_and_shapes, opened_checkpoint
+from .words import counted, format_bytes
 
 
 def print_info(engine_config: EngineConfig, options: InfoConfig, given: Container[str] = ()) -> int:
@@ -197,12 +197,13 @@ def kv_facts(config: EngineConfig, model: CausalLM, formats: Formats) -> dict[st
     except ConfigError as error:
         return {"KV blocks": f"serve would refuse: {error.message}"}
     num_tokens = plan.num_blocks * plan.block_size
-    host = f"{plan.num_host_slots:,} blocks ({format_bytes(plan.host_bytes)})"
-    disk = f"up to {config.kv_cache_disk:g} GiB in {config.kv_cache_dir}"
+    host = f"{counted(plan.num_host_slots, 'block')} ({format_bytes(plan.host_bytes)})"
+    disk = f"up to {format_bytes(int(config.kv_cache_disk * 2**30))} in {config.kv_cache_dir}"
     return {
         "KV blocks": f"{plan.num_blocks:,} of {plan.block_size} tokens "
         f"({format_bytes(plan.num_bytes)}): {num_tokens:,} tokens, "
-        f"{num_tokens / plan.max_model_len:,.1f} sequences of {plan.max_model_len:,}",
+        f"{num_tokens / plan.max_model_len:,.1f} sequences of {plan.max_model_len:,}"
+        f"{plan.bound and '; '}{plan.bound}",
         "KV host slots": host if plan.num_host_slots else "none: see --swap-space",
         "KV on disk": disk if config.kv_cache_dir else "none: see --kv-cache-dir",
     }

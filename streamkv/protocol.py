@@ -206,6 +206,8 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int = 0  # what one copy moves
     copy_block_s: float = 0.0  # measured at load: one block to host memory or back
     token_s: float = 0.0  # measured at load: computing one token of a long prompt
+    full_model_len: int = 0  # what max_model_len would be with enough KV memory
+    kv_bound: str = ""  # why there is no more KV memory and what gives more, where it matters
 
 
 class StoredBlock(NamedTuple):
@@ -230,7 +232,9 @@ class StoreResult(NamedTuple):
     """The end of a StoreOp. `record` is where a written block lies; -1 if it isn't written."""
 
     number: int
-    ok: bool  # of a read: the slot holds what was asked for, compared and checksummed
+    # Of a read: the slot holds what was asked for, compared and checksummed. Of a write: it didn't
+    # fail; without a record it wasn't tried.
+    ok: bool
     record: int = -1
     dropped: tuple[int, ...] = ()  # records that are gone, to make room
 

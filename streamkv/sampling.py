@@ -157,20 +157,15 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
         self.length_penalty = _number("length_penalty", self.length_penalty, -100.0, 100.0)
         if self.early_stopping != "never":
             self.early_stopping = _truth("early_stopping", self.early_stopping, ' or "never"')
-        for name, (default, *others) in (
-            _FOR_BEAMS if self.use_beam_search else _FOR_NO_BEAMS
-        ).items():
+        for name, neutral in (_FOR_BEAMS if self.use_beam_search else _FOR_NO_BEAMS).items():
             value = getattr(self, name)
-            if value != default and value not in others:
-                expected = "none"
-                if default not in ((), {}):
-                    expected = " or ".join(
-                        [f"the default ({json.dumps(default)})", *map(json.dumps, others)]
-                    )
-                beams = "with" if self.use_beam_search else "without"
+            if value not in neutral:
+                default, *others = map(json.dumps, neutral)
+                default = "none" if default in ("[]", "{}") else f"the default ({default})"
+                with_beams = "with" if self.use_beam_search else "without"
                 raise InvalidRequestError(
-                    f"{name}: expected {expected} {beams} use_beam_search, got "
-                    f"{json.dumps(value):.100}; leave it out",
+                    f"{name}: expected {' or '.join([default, *others])} {with_beams} "
+                    f"use_beam_search, got {json.dumps(value):.100}; leave it out",
                     param=name,
                 )
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamkv.core.beam import BeamSearch
+from streamkv.core.beam import BeamSearch, Hypothesis
 from streamkv.protocol import RowLogprobs, pack_ints
 
 # Much more than the sums of two implementations in float32 differ by.
@@ -59,6 +59,10 @@ def _up_to_end(output: list[int], end: Collection[int]) -> tuple[int, ...]:
     return tuple(output[: min(lengths, default=len(output))])
 
 
+def tokens_of(answer: Hypothesis) -> tuple[int, ...]:
+    return tuple(link.token_id for link in answer.links())
+
+
 def replay(
     beams: BeamSearch, steps: Sequence[torch.Tensor], num_candidates: int
 ) -> list[list[tuple[int, int]]]:
@@ -106,5 +110,5 @@ def is_decided(
         noise = [torch.rand(step.shape, generator=generator) * NOISE for step in expected.steps]
         noisy = [step + some for step, some in zip(expected.steps, noise, strict=True)]
         chosen = replay(beams, noisy, width + len(end))
-        found.append((chosen, [one.token_ids for one in beams.hypotheses()]))
+        found.append((chosen, [tokens_of(one) for one in beams.hypotheses()]))
     return all(one == (found[0][0], expected.outputs) for one in found)

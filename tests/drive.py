@@ -73,7 +73,8 @@ def run_requests(
         if planned is not None:
             outputs.append(runner.step(planned.step))
         if planned is None or len(outputs) > depth:
-            for event in scheduler.commit(outputs.popleft()):
+            committed = scheduler.commit(outputs.popleft())
+            for event in [*committed, *scheduler.take_answers(100_000)]:
                 choice = results[event.sequence.request.request_id][event.sequence.choice]
                 if event.token_id >= 0:
                     choice.token_ids.append(event.token_id)

@@ -86,7 +86,7 @@ def expected_beams(
         rows = [fake_logprobs(token_id, vocab_size, vocab_size) for token_id in likely]
         chosen = search.advance(rows)
         beams = [zlib.crc32(pack_ints((token_id,)), beams[beam]) for beam, token_id in chosen]
-    return [list(answer.token_ids) for answer in search.hypotheses()]
+    return [[link.token_id for link in answer.links()] for answer in search.hypotheses()]
 
 
 def fake_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> RowLogprobs:

@@ -21,6 +21,7 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
     "sampling": 0,
     "step_bytes": 0,
     "vllm_options": 0,
+    "words": 0,
     "core": 1,
     "ops": 1,
     "text": 1,

@@ -516,6 +516,20 @@ def test_the_books_of_blocks_are_timed_for_each_pool(capsys):
             assert 0 < one["arrive us"] < one["step us"] <= one["99 % us"]
 
 
+def test_each_pool_is_said_to_meet_the_target_or_to_miss_it(monkeypatch, capsys):
+    steps = {10: 99.0, 2000: 101.0}
+    rounds = {pool: [{"step us": step}] for pool, step in steps.items()}
+    monkeypatch.setattr(blocks, "measure", lambda options: rounds)
+    assert blocks.bench_blocks(BlocksConfig()) == 0
+    _, *table, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in table] == [
+        ["10", "blocks:", "met"],
+        ["2,000", "blocks:", "MISSED"],
+    ]
+    medians = json.loads(last)["medians"]
+    assert set(medians) == {"10 blocks", "2,000 blocks"}
+
+
 def test_a_step_of_the_books_ends_the_oldest_sequence_and_finds_the_shared_prefix():
     options = BlocksConfig(num_blocks=(400,), sequences=8, block_size=4)
     books = blocks.Books(400, options)

@@ -163,6 +163,8 @@ def serve(served):
         (["--max_num_seqs", "8", "--no-enable_prefix_caching"], {"max_num_seqs": 8}),
         (["--max_model_len=4k"], {"max_model_len": 4000}),
         (["--max-model-len", "4K"], {"max_model_len": 4096}),
+        (["--kv-cache-memory", "0.1G"], {"kv_cache_memory_bytes": 107374182}),
+        (["--kv-cache-memory-bytes", "1.5K"], {"kv_cache_memory_bytes": 1536}),
         (["--max-model-len", "2.5k", "-tp", "1", "-pp", "1"], {"max_model_len": 2500}),
         (["--max-model-len", "auto"], {"max_model_len": 0}),
         (["--max-model-len=-1"], {"max_model_len": 0}),

@@ -105,6 +105,29 @@ def test_what_makes_no_sense_together_is_an_error_that_names_the_field(field, pa
     assert raised.value.param == field
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": "."}, 'stop: expected none with use_beam_search, got ["."]; leave it out'),
+        ({"logit_bias": {1: 2}}, 'logit_bias: expected none with use_beam_search, got {"1": 2}'),
+        ({"min_tokens": 1}, "min_tokens: expected the default (0) with use_beam_search, got 1"),
+        ({"temperature": 0.5}, "temperature: expected the default (1.0) or 0.0 with use_beam_"),
+        ({"n": 65}, "n: expected a number of beams in [1, 64], got 65"),
+        ({"n": 300}, "n: expected a number of beams in [1, 64], got 300"),
+        ({"best_of": 129}, "best_of: expected a number of beams in [1, 64], got 129"),
+        ({"n": 300, "use_beam_search": False}, "n: expected a number in [1, 128], got 300"),
+        (
+            {"early_stopping": True, "use_beam_search": False},
+            "early_stopping: expected the default (false) without use_beam_search, got true; leave",
+        ),
+    ],
+)
+def test_a_refusal_says_whether_it_is_for_beams_in_the_words_of_clients(params, message):
+    with pytest.raises(InvalidRequestError) as raised:
+        SamplingParams(**({"use_beam_search": True} | params))
+    assert raised.value.message.startswith(message)
+
+
 def test_vllms_parameters_of_a_beam_search_are_these():
     params = BeamSearchParams(beam_width=4, max_tokens=9, length_penalty=0.5, ignore_eos=True)
     assert params.sampling_params() == SamplingParams(

@@ -8,6 +8,9 @@
 Figures are ratios within one run, in turns, medians over rounds. A table for each scenario, with
 targets, then one JSON document as the last line. The exit code is 1 if an answer was wrong or a
 request was refused; a target that was missed is said and changes nothing.
+
+Seconds, with 3 rounds on a busy machine of 2 cores: waste 40, prefix 20, chats 190, fork 100,
+overload 250, restart 45; on a quiet one less.
 """
 
 from __future__ import annotations
@@ -57,7 +60,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     counted: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-    add("--scenario", choices=("all", *SCENARIOS), nargs="+", default=["all"])
+    add(
+        "--scenario",
+        choices=("all", *SCENARIOS),
+        nargs="+",
+        default=["all"],
+        help="one or several (default: all)",
+    )
     add("--url", type=server_url, help="a server that runs, for scenarios that need no more")
     add(
         "--serve",
@@ -66,10 +75,20 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help="starts a server; flags are added (default: streamkv serve of this Python)",
     )
-    add("--api-key", default="none")
+    add("--api-key", default="none", help="to send (default: %(default)s)")
     add("--model", default="", help="model id to ask for (default: left out)")
-    add("--vocab-size", **counted, default=20000, help="prompts have ids below it")
-    add("--rounds", **counted, default=3, help="medians are taken over rounds")
+    add(
+        "--vocab-size",
+        **counted,
+        default=20000,
+        help="prompts have ids below it (default: %(default)s)",
+    )
+    add(
+        "--rounds",
+        **counted,
+        default=3,
+        help="medians are taken over rounds (default: %(default)s)",
+    )
     add("--seed", default="", help="of the prompts (default: new in each run)")
     return parser
 

@@ -11,7 +11,7 @@ import statistics
 import time
 
 from .client import Client, Prompt, answer_of
-from .report import Report
+from .report import ONE_ROUND, Report
 from .servers import Lab
 
 TARGET = 2.0
@@ -58,6 +58,8 @@ async def chats(
     for way, rate in rates.items():
         report.add(f"output tokens a second, caching {way}", rate)
     report.add("prompt tokens found, caching on", found / asked, "%")
+    if lab.rounds == 1:
+        report.notes.append(ONE_ROUND)
     return report
 
 

@@ -26,7 +26,7 @@ async def prefix(lab: Lab, *, pairs: int = 12, shared_len: int = 512, own_len: i
         "prefix", f"prompts of {shared_len + own_len} tokens, of hits {shared_len} are shared"
     )
     async with lab.one_server(*FLAGS) as client:
-        lab.say(report.what)
+        lab.say("prefix: hits and new prompts, in turns")
         await client.ask(source.tokens(shared_len + own_len), OUTPUT_LEN)  # to warm up
         await client.ask(system + source.tokens(own_len), OUTPUT_LEN)
         of_hits, of_fresh = [], []

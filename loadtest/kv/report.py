@@ -12,6 +12,8 @@ from typing import Any
 
 from ..stream import rounded
 
+ONE_ROUND = "one round: other work of the machine may be in these times"
+
 
 @dataclass
 class Row:

@@ -27,7 +27,7 @@ async def waste(lab: Lab, *, num_requests: int = 96, concurrency: int = 32) -> R
         f"{mean(output_lens):.0f} out on average",
     )
     async with lab.one_server(*FLAGS) as client:
-        lab.say(report.what)
+        lab.say("waste: requests come and go")
         sampler = Sampler(client.metrics, SAMPLE_S)
         async with sampler:
             await client.ask_all(prompts, output_lens, concurrency)

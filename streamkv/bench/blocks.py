@@ -203,15 +203,20 @@ def rows(rounds: dict[int, list[Figures]]) -> Iterator[tuple[str, Figures]]:
         yield f"{num_blocks:,} blocks", medians(runs)
 
 
+def verdict(figures: Figures) -> str:
+    return "met" if figures["step us"] <= TARGET_US else "MISSED"
+
+
 def bench_blocks(options: BlocksConfig) -> int:
     rounds = measure(options)
-    shown = list(rows(rounds))
+    shown = dict(rows(rounds))
+    judged = [(f"{name}: {verdict(one)}", one) for name, one in shown.items()]
     title = f"{options.sequences} sequences, target {TARGET_US:.0f} us"
     details = {
         "config": msgspec.to_builtins(options),
         "target_us": TARGET_US,
-        "medians": dict(shown),
+        "medians": shown,
         "rounds": {str(num_blocks): runs for num_blocks, runs in rounds.items()},
     }
-    print_report("blocks", title, shown, details)
+    print_report("blocks", title, judged, details)
     return 0

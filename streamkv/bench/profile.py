@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ConfigError
-from ..runner.cost import Cost, StepShape, cost_of, counted, label
+from ..runner.cost import Cost, StepShape, cost_of, label
 from ..runner.formats import ModelFormats
-from ..runner.kv_cache import format_bytes
 from ..runner.program import Linear, LinearSiluMul, Op, PagedAttention, ProgramSpec
+from ..words import counted, format_bytes
 from .options import StepsConfig
 from .peaks import Peaks, best_of, measure_peaks, shown
 from .report import Figures, print_report

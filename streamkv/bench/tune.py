@@ -20,8 +20,8 @@ import msgspec
 from ..errors import ConfigError
 from ..ops.cpu_count import num_usable_cores
 from ..ops.tuning import Measured, Values, keep_tuning, machine_class
-from ..runner.cost import counted
 from ..runner.program import Linear, LinearSiluMul
+from ..words import counted
 from .kernels import build, extension
 from .options import KernelsConfig
 from .profile import Profiled, Step, make_batch, steps_of

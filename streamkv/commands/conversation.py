@@ -64,7 +64,7 @@ class Conversation:
                     break
             limit = context // 2
         what = "message and system text" if self.system else "message"
-        check_prompt_len(len(token_ids), context, what)
+        check_prompt_len(len(token_ids), engine.info, what)
         del self._turns[:num_forgotten]
         return Prompt(token_ids, num_forgotten)
 

@@ -114,7 +114,7 @@ class _Generation:
                 told = [{"role": "system", "content": system}] if system else []
                 messages = [*told, {"role": "user", "content": prompt}]
                 token_ids = await self._engine.encode_chat(messages)
-            check_prompt(token_ids, self._engine.info.max_model_len)
+            check_prompt(token_ids, self._engine.info)
         except InvalidRequestError as error:
             if len(prompts) == 1:
                 raise

@@ -9,17 +9,23 @@ from ..protocol import Request
 def num_blocks_needed(request: Request, block_size: int) -> int:
     """In the worst case, with no one else there: for one sequence, as others of its request can
     wait for it; for all beams, which go on together and share the prompt's full blocks."""
-    num_tokens = len(request.prompt_token_ids) + request.max_tokens
-    num_blocks = -(-num_tokens // block_size)
-    if not request.sampling.use_beam_search:
+    num_prompt_tokens, params = len(request.prompt_token_ids), request.sampling
+    num_computed = num_prompt_tokens + request.max_tokens - 1  # never the last token
+    num_blocks = -(-num_computed // block_size)
+    if not params.use_beam_search or num_computed == num_prompt_tokens:
         return num_blocks
-    # Each beam computes its last token itself, even of a prompt that is cached whole.
-    num_shared = (len(request.prompt_token_ids) - 1) // block_size
-    return num_shared + request.sampling.num_sequences * (num_blocks - num_shared)
+    num_shared = num_prompt_tokens // block_size
+    return num_shared + params.num_sequences * (num_blocks - num_shared)
 
 
 def check_admissible(
-    request: Request, *, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
+    request: Request,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
 ) -> None:
     """Raise InvalidRequestError, ContextLengthError or CapacityError if it could never run."""
     num_prompt_tokens, params = len(request.prompt_token_ids), request.sampling
@@ -39,13 +45,20 @@ def check_admissible(
     beams, remedy = "", "shorten the prompt, lower max_tokens"
     if params.use_beam_search:
         width, name = params.num_sequences, "n" if params.best_of is None else "best_of"
-        if width > max_num_seqs:
+        limits = {
+            "--max-num-seqs": max_num_seqs,
+            "--max-num-batched-tokens": max_num_batched_tokens,  # a step has one of each beam
+        }
+        too_low = [flag for flag, limit in limits.items() if limit < width]
+        if too_low:
             raise CapacityError(
-                f"{name}: expected at most {max_num_seqs} beams, as many as sequences run at once, "
-                f"got {width}; ask for fewer, or start the server with a higher --max-num-seqs",
+                f"{name}: expected at most {min(limits.values())} beams, as many as sequences run "
+                f"at once, got {width}; ask for fewer, or start the server with a higher "
+                f"{' and '.join(too_low)}",
                 param=name,
             )
-        beams, remedy = f" for each of {width} beams", f"lower {name}, {remedy}"
+        if request.max_tokens > 1:
+            beams, remedy = f" for each of {width} beams", f"lower {name}, {remedy}"
     num_needed = num_blocks_needed(request, block_size)
     if num_needed > num_blocks:
         raise CapacityError(

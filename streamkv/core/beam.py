@@ -19,32 +19,44 @@ from ..protocol import FinishReason, RowLogprobs, unpack_ints
 _FLOAT32 = struct.Struct("f")
 
 
+class Link:
+    """The last token of a beam; what comes before it is shared with other beams."""
+
+    __slots__ = ("_place", "_row", "parent")
+
+    def __init__(self, parent: Link | None, row: RowLogprobs, place: int) -> None:
+        self.parent = parent
+        self._row = row  # the candidates it was chosen from
+        self._place = place  # among them, 0 = most likely
+
+    @property
+    def token_id(self) -> int:
+        token_id: int = memoryview(self._row.top_ids).cast("i")[self._place]
+        return token_id
+
+    @property
+    def logprobs(self) -> RowLogprobs:
+        row, place = self._row, self._place
+        logprob = memoryview(row.top_logprobs).cast("f")[place]
+        return RowLogprobs(logprob, place + 1, row.top_ids, row.top_logprobs)
+
+
 class Hypothesis(NamedTuple):
     """An answer."""
 
-    token_ids: tuple[int, ...]  # output, the end token included
-    logprobs: tuple[RowLogprobs, ...]  # one per token
+    last: Link
     cumulative_logprob: float
-    score: float  # cumulative_logprob / len(token_ids) ** length_penalty
+    score: float  # cumulative_logprob / number of tokens ** length_penalty
     finish_reason: FinishReason
 
-
-class _Link:
-    """The last token of a beam; what comes before it is shared with other beams."""
-
-    __slots__ = ("parent", "place", "row")
-
-    def __init__(self, parent: _Link | None, row: RowLogprobs, place: int) -> None:
-        self.parent = parent
-        self.row = row  # the candidates it was chosen from
-        self.place = place  # among them, 0 = most likely
-
-
-class _Answer(NamedTuple):
-    score: float
-    total: float
-    last: _Link
-    finish_reason: FinishReason
+    def links(self) -> list[Link]:
+        """Its tokens in order, the end token included."""
+        links: list[Link] = []
+        link: Link | None = self.last
+        while link is not None:
+            links.append(link)
+            link = link.parent
+        return links[::-1]
 
 
 class BeamSearch:
@@ -87,9 +99,9 @@ class BeamSearch:
         never = early_stopping == "never"
         self._stops_when_full = width == 1 or (bool(early_stopping) and not never)
         self._best_length = self._max_output_tokens if never and length_penalty > 0.0 else None
-        self._beams: list[_Link | None] = [None]  # best first
+        self._beams: list[Link | None] = [None]  # best first
         self._totals = [0.0]  # of the beams: the sum of their tokens' log-probabilities
-        self._answers: list[_Answer] = []  # best first, at most `width`
+        self._answers: list[Hypothesis] = []  # best first, at most `width`
         self.is_done = False
 
     def advance(self, candidates: Sequence[RowLogprobs]) -> list[tuple[int, int]]:
@@ -107,7 +119,7 @@ class BeamSearch:
             for beam, (total, values) in enumerate(zip(self._totals, logprobs, strict=True))
         ]
         heapify(heap)
-        beams: list[_Link | None] = []
+        beams: list[Link | None] = []
         totals: list[float] = []
         chosen: list[tuple[int, int]] = []
         num_answers = len(self._answers)
@@ -117,14 +129,14 @@ class BeamSearch:
             token_id = ids[beam][place]
             is_end = token_id in self._end_token_ids
             if not (is_end or is_last):
-                beams.append(_Link(self._beams[beam], candidates[beam], place))
+                beams.append(Link(self._beams[beam], candidates[beam], place))
                 totals.append(-negative)
                 chosen.append((beam, token_id))
             elif num_seen < self._width:
-                link = _Link(self._beams[beam], candidates[beam], place)
+                link = Link(self._beams[beam], candidates[beam], place)
                 reason = FinishReason.STOP if is_end else FinishReason.LENGTH
                 score = self._score(-negative, self._num_output_tokens)
-                self._answers.append(_Answer(score, -negative, link, reason))
+                self._answers.append(Hypothesis(link, -negative, score, reason))
             num_seen += 1
             if is_last and num_seen == self._width:
                 break
@@ -142,8 +154,9 @@ class BeamSearch:
         return [] if self.is_done else chosen
 
     def hypotheses(self) -> list[Hypothesis]:
-        """The best answers so far, best first; `num_return` of them once it is done."""
-        return [_hypothesis(answer) for answer in self._answers[: self._num_return]]
+        """The best answers so far, best first; `num_return` of them once it is done, or fewer if
+        there are no more."""
+        return self._answers[: self._num_return]
 
     def _cannot_improve(self) -> bool:
         if len(self._answers) < self._width:
@@ -165,22 +178,3 @@ def _round(value: float) -> float:
     gives in float32."""
     rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
     return rounded
-
-
-def _hypothesis(answer: _Answer) -> Hypothesis:
-    token_ids: list[int] = []
-    logprobs: list[RowLogprobs] = []
-    link: _Link | None = answer.last
-    while link is not None:
-        row, place = link.row, link.place
-        token_ids.append(unpack_ints(row.top_ids)[place])
-        logprob = memoryview(row.top_logprobs).cast("f")[place]
-        logprobs.append(RowLogprobs(logprob, place + 1, row.top_ids, row.top_logprobs))
-        link = link.parent
-    return Hypothesis(
-        tuple(reversed(token_ids)),
-        tuple(reversed(logprobs)),
-        answer.total,
-        answer.score,
-        answer.finish_reason,
-    )

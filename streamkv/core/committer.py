@@ -3,14 +3,19 @@
 Owns which copies are on their way, and the events that come of tokens, failures and beams. Must
 not know what the next step will have. Invariant (I8): a sequence has one terminal event, or was
 ended from outside, and there is none after it.
+
+Those of beams come all at the end of their search, hundreds of thousands of a wide and long one:
+they are made while they are taken.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Iterator
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 from ..protocol import FinishReason, RowLogprobs, StepOutput, unpack_ints
+from .beam import Hypothesis
 from .groups import SequenceGroup
 from .integrity import IntegrityError
 from .kv.manager import KVManager
@@ -28,7 +33,7 @@ class TokenEvent(NamedTuple):
     """One committed token, the end of a sequence, or both."""
 
     sequence: Sequence
-    token_id: int  # NO_TOKEN if it ended without one
+    token_id: int  # NO_TOKEN if it failed; with STOP: a search had no answer for this choice
     logprobs: RowLogprobs | None
     finish_reason: FinishReason | None  # set in the last event of a sequence, in no other
 
@@ -36,13 +41,15 @@ class TokenEvent(NamedTuple):
 class Committer:
     """Takes in the results of steps, in their order."""
 
-    __slots__ = ("_eos_token_ids", "_kv", "_roster", "copies_on_their_way")
+    __slots__ = ("_answers", "_eos_token_ids", "_kv", "_roster", "copies_on_their_way")
 
     def __init__(self, kv: KVManager, roster: Roster, eos_token_ids: frozenset[int]) -> None:
         self._kv = kv
         self._roster = roster
         self._eos_token_ids = eos_token_ids
         self.copies_on_their_way: set[int] = set()  # their numbers
+        # Of searches that have ended: events that nobody has taken yet.
+        self._answers: dict[SequenceGroup, Iterator[TokenEvent]] = {}
 
     def commit(self, step: StepPlan, output: StepOutput) -> list[TokenEvent]:
         roster = self._roster
@@ -121,7 +128,7 @@ class Committer:
                 continue
             row = logprobs[place] if logprobs else None
             if sequence.is_beam:
-                events += self._take_candidates(sequence, sampled[place], row)
+                self._take_candidates(sequence, sampled[place], row)
             else:
                 events.append(take_token(sequence, sampled[place], row))
         return events
@@ -167,20 +174,21 @@ class Committer:
 
     def _take_candidates(
         self, sequence: Sequence, token_id: int, logprobs: RowLogprobs | None
-    ) -> list[TokenEvent]:
+    ) -> None:
         """What could continue a beam. Once all of the group have theirs, they go on."""
         if sequence.status is not SequenceStatus.RUNNING:
-            return []  # preempted meanwhile: it will ask again
+            return  # preempted meanwhile: it will ask again
         if logprobs is None:
             raise IntegrityError("I4", f"expected candidates for {sequence}, got none")
         sequence.num_pending_tokens = 0
         group = sequence.group
         if not group.take_candidates(sequence, token_id, logprobs):
-            return []
+            return
         kv, roster, former = self._kv, self._roster, group.beams
         heirs = group.advance()
         if not heirs:
-            return self._end_search(group)
+            self._end_search(group)
+            return
         for heir, parent, _, is_sampled in heirs:
             if heir is not parent:
                 if heir.row == NO_ROW:
@@ -199,27 +207,49 @@ class Committer:
             if beam in group.spare:
                 roster.rest(beam)
         roster.settle_leading(group)
-        return []
 
-    def _end_search(self, group: SequenceGroup) -> list[TokenEvent]:
-        """The answers, as events of the first sequences."""
+    def _end_search(self, group: SequenceGroup) -> None:
+        """Its answers are the first sequences' from now on: `take_answers` gives their events."""
         hypotheses = group.hypotheses()
-        for sequence in group.sequences:
-            self._roster.end(sequence, FinishReason.STOP)
-        events = []
-        for sequence, answer in zip(group.sequences, hypotheses, strict=False):
-            sequence.token_ids = array("i", (*group.request.prompt_token_ids, *answer.token_ids))
-            sequence.finish_reason = reason = answer.finish_reason
+        for sequence, answer in zip_longest(group.sequences, hypotheses):
+            self._roster.end(sequence, answer.finish_reason if answer else FinishReason.STOP)
+        self._answers[group] = self._events(group, hypotheses)
+
+    def _events(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> Iterator[TokenEvent]:
+        """Of its choices, best first. Those for which there is no answer end without a token."""
+        choices = group.sequences[: group.request.sampling.n]
+        for sequence, answer in zip_longest(choices, hypotheses):
+            token_ids = sequence.token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
+            if answer is None:
+                yield TokenEvent(sequence, NO_TOKEN, None, FinishReason.STOP)
+                continue
+            reason = answer.finish_reason
             if reason is FinishReason.STOP:
-                sequence.stop_reason = self._stop_reason(sequence, answer.token_ids[-1])
-            last = len(answer.token_ids) - 1
-            events += [
-                TokenEvent(sequence, token_id, row, reason if place == last else None)
-                for place, (token_id, row) in enumerate(
-                    zip(answer.token_ids, answer.logprobs, strict=True)
-                )
-            ]
+                sequence.stop_reason = self._stop_reason(sequence, answer.last.token_id)
+            for link in answer.links():
+                token_id = link.token_id
+                token_ids.append(token_id)
+                ends = reason if link is answer.last else None
+                yield TokenEvent(sequence, token_id, link.logprobs, ends)
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._answers)
+
+    def take_answers(self, max_num: int) -> list[TokenEvent]:
+        """The next events, at most so many, of one search: those with more take turns."""
+        if not self._answers:
+            return []
+        group = next(iter(self._answers))
+        answers = self._answers.pop(group)
+        events = list(islice(answers, max_num))
+        if len(events) == max_num:
+            self._answers[group] = answers
         return events
+
+    def drop_answers(self, group: SequenceGroup) -> None:
+        """Nobody wants what has not been taken. Idempotent."""
+        self._answers.pop(group, None)
 
     # --- failures ----------------------------------------------------------------------------
 

@@ -95,8 +95,7 @@ class Scheduler:
             max_session_blocks=max_session_blocks,
         )
         self._max_num_batched_tokens = max_num_batched_tokens
-        # A step has a token for each running row, so that none ever starves.
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._can_swap = num_host_slots > 0 and preemption_mode != "recompute"
@@ -104,8 +103,10 @@ class Scheduler:
         self._cost = CostModel(
             copy_block_s, token_s, min_num_tokens=max_num_batched_tokens // 2 + 1
         )
-        self._roster = Roster(self._kv, self._max_num_seqs)
-        self._admission = Admission(self._kv, self._roster, self._max_num_seqs, min_lookahead)
+        # A step has a token for each running row, so that none ever starves.
+        num_rows = min(max_num_seqs, max_num_batched_tokens)
+        self._roster = Roster(self._kv, num_rows)
+        self._admission = Admission(self._kv, self._roster, num_rows, min_lookahead)
         self._committer = Committer(self._kv, self._roster, eos_token_ids)
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrivals = 0
@@ -137,13 +138,19 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Something waits, runs, could be copied, or is named by a step in flight."""
+        """Something waits, runs, is to be told or copied, or is named by a step in flight."""
         return bool(
             self._roster.num_live
             or self._in_flight
+            or self.has_answers
             or self._committer.copies_on_their_way
             or self._kv.has_copies_to_make
         )
+
+    @property
+    def has_answers(self) -> bool:
+        """`take_answers` would give some."""
+        return self._committer.has_answers
 
     @property
     def is_busy(self) -> bool:
@@ -183,6 +190,7 @@ class Scheduler:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
             max_model_len=self._max_model_len,
         )
 
@@ -197,7 +205,10 @@ class Scheduler:
         return group.sequences.copy()
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence from outside, all beams with one; later tokens are dropped. Idempotent."""
+        """End a sequence from outside, all beams with one; later tokens are dropped, and answers of
+        beams that were not taken. Idempotent."""
+        if sequence.is_beam:
+            self._committer.drop_answers(sequence.group)
         if sequence.finish_reason is None:
             for one in sequence.group.sequences if sequence.is_beam else (sequence,):
                 self._roster.end(one, reason)
@@ -385,6 +396,11 @@ class Scheduler:
             copies_s=output.copies_s,
         )
         return self._committer.commit(step, output)
+
+    def take_answers(self, max_num: int) -> list[TokenEvent]:
+        """Events of beams whose search has ended, at most so many: `commit` gives only failures of
+        them. Each search's come in order, those of several searches by turns."""
+        return self._committer.take_answers(max_num)
 
     # --- checks ------------------------------------------------------------------------------
 

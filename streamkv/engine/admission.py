@@ -29,7 +29,7 @@ def seed_source(seed: int) -> Callable[[], int]:
     return functools.partial(source.getrandbits, 63)
 
 
-def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
+def check_prompt(prompt: object, info: RunnerInfo) -> str | tuple[int, ...]:
     """The prompt as text or token ids. InvalidRequestError unless it is one and not empty.
 
     ContextLengthError for too many ids, before any of them is looked at.
@@ -42,7 +42,7 @@ def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
             )
         if isinstance(prompt, str):
             return prompt
-        check_prompt_len(len(prompt), max_model_len)
+        check_prompt_len(len(prompt), info)
         if set(map(type, prompt)) != {int}:
             prompt = tuple(map(plain, prompt))
         if set(map(type, prompt)) == {int}:
@@ -54,12 +54,14 @@ def check_prompt(prompt: object, max_model_len: int) -> str | tuple[int, ...]:
     raise InvalidRequestError(f"prompt: expected text or token ids, got {got}", param="prompt")
 
 
-def check_prompt_len(num_tokens: int, max_model_len: int, name: str = "prompt") -> None:
+def check_prompt_len(num_tokens: int, info: RunnerInfo, name: str = "prompt") -> None:
     """ContextLengthError unless the context has room for an answer."""
-    if num_tokens >= max_model_len:
+    longest = info.max_model_len
+    if num_tokens >= longest:
         raise ContextLengthError(
-            f"{name}: expected at most {max_model_len - 1} tokens, which leaves one of the context "
-            f"of {max_model_len} for the answer, got {num_tokens}; shorten the {name}",
+            f"{name}: expected at most {longest - 1} tokens, which leaves one of the context "
+            f"of {longest} for the answer, got {num_tokens}; shorten the {name}"
+            f"{_or_more_memory(info, num_tokens + 1)}",
             param=name,
         )
 
@@ -106,31 +108,32 @@ def check_unicode(text: str, name: str = "prompt") -> None:
         ) from None
 
 
-def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, name: str = "prompt") -> None:
+def check_text(text: str, tokenizer: Tokenizer, info: RunnerInfo, name: str = "prompt") -> None:
     """`check_unicode`, and ContextLengthError if the text has too many tokens however it is
     tokenized."""
     check_unicode(text, name)
     num_tokens = tokenizer.min_num_tokens(text)
-    if num_tokens >= max_model_len:
+    if num_tokens >= info.max_model_len:
         raise ContextLengthError(
-            f"{name}: expected at most {max_model_len - 1} tokens, got {len(text)} characters, "
-            f"which are at least {num_tokens} tokens; shorten the prompt",
+            f"{name}: expected at most {info.max_model_len - 1} tokens, got {len(text)} "
+            f"characters, which are at least {num_tokens} tokens; shorten the prompt"
+            f"{_or_more_memory(info, num_tokens + 1)}",
             param=name,
         )
 
 
 def check_num_messages(
-    messages: Sequence[object], max_model_len: int, name: str = "messages"
+    messages: Sequence[object], info: RunnerInfo, name: str = "messages"
 ) -> None:
     """ContextLengthError for more messages (and tool calls in them) than the context has tokens,
     before any is read."""
     num_messages = len(messages)
-    if num_messages <= max_model_len:
+    if num_messages <= info.max_model_len:
         num_messages += sum(map(_num_tool_calls, messages))
-    if num_messages > max_model_len:
+    if num_messages > info.max_model_len:
         raise ContextLengthError(
-            f"{name}: expected at most {max_model_len} messages, one for each token of the "
-            f"context, got {num_messages}; send fewer",
+            f"{name}: expected at most {info.max_model_len} messages, one for each token of the "
+            f"context, got {num_messages}; send fewer{_or_more_memory(info, num_messages)}",
             param=name,
         )
 
@@ -152,7 +155,7 @@ def build_request(
     """The request as the scheduler takes it. InvalidRequestError, ContextLengthError."""
     if not prompt_token_ids:
         raise InvalidRequestError("prompt: expected at least one token, got none", param="prompt")
-    check_prompt_len(len(prompt_token_ids), info.max_model_len)
+    check_prompt_len(len(prompt_token_ids), info)
     _check_vocabulary("prompt", prompt_token_ids, info.vocab_size)
     _check_vocabulary("logit_bias", sampling.logit_bias, info.vocab_size)
     _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
@@ -162,7 +165,7 @@ def build_request(
         prompt_token_ids=prompt_token_ids,
         sampling=sampling,
         seed=draw_seed() if sampling.seed is None else sampling.seed,
-        max_tokens=_resolve_max_tokens(len(prompt_token_ids), sampling, info.max_model_len),
+        max_tokens=_resolve_max_tokens(len(prompt_token_ids), sampling, info),
         arrival_s=arrival_s,
         priority=priority,
         cache_salt=cache_salt,
@@ -184,16 +187,26 @@ def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) ->
         )
 
 
-def _resolve_max_tokens(
-    num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int
-) -> int:
+def _or_more_memory(info: RunnerInfo, num_tokens: int) -> str:
+    """The other remedy, if so many tokens fit in the model's context, but not in KV memory."""
+    if num_tokens > info.full_model_len:
+        return ""
+    return (
+        f", or start the server with more KV memory: {num_tokens} tokens need "
+        f"{-(-num_tokens // info.block_size)} KV blocks of {info.block_size}, there are "
+        f"{info.num_blocks} ({info.kv_bound})"
+    )
+
+
+def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, info: RunnerInfo) -> int:
     """max_tokens, or all that the context has room for."""
-    room = max_model_len - num_prompt_tokens
+    room = info.max_model_len - num_prompt_tokens
     for name, wanted in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
         if wanted is not None and wanted > room:
             raise ContextLengthError(
-                f"{name}: the prompt's {num_prompt_tokens} tokens leave {room} of the context of "
-                f"{max_model_len}, got {wanted}; shorten the prompt or lower {name}",
+                f"{name}: the prompt's tokens ({num_prompt_tokens}) leave {room} of the context of "
+                f"{info.max_model_len}, got {wanted}; shorten the prompt or lower {name}"
+                f"{_or_more_memory(info, num_prompt_tokens + wanted)}",
                 param=name,
             )
     return room if sampling.max_tokens is None else sampling.max_tokens

@@ -208,7 +208,7 @@ class AsyncEngine:
             self.tokenizer,
             text,
             add_special_tokens=add_special_tokens,
-            max_model_len=self.info.max_model_len if must_fit else None,
+            must_fit_in=self.info if must_fit else None,
         )
 
     async def encode_chat(
@@ -226,7 +226,7 @@ class AsyncEngine:
         return await self._encoder.encode_chat(
             self.tokenizer,
             messages,
-            self.info.max_model_len,
+            self.info,
             add_generation_prompt=add_generation_prompt,
             **template_kwargs,
         )
@@ -297,7 +297,7 @@ class AsyncEngine:
         can_keep = self.config.enable_prefix_caching
         check_session(stream.session_id, stream.session_ttl_s, can_keep=can_keep)
         check_priority(stream.priority)
-        prompt = check_prompt(stream.prompt, self.info.max_model_len)
+        prompt = check_prompt(stream.prompt, self.info)
         if isinstance(prompt, str):
             prompt = tuple(await self.encode(prompt, must_fit=True))
         loop = self._loop_of(stream.model)  # it may have ended while a thread was tokenizing

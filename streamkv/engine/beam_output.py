@@ -32,15 +32,15 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     def sampling_params(self) -> SamplingParams:
         """The same for `LLM.generate`. InvalidRequestError names the field at fault."""
         try:
-            return SamplingParams(
+            params = SamplingParams(
                 n=self.beam_width,
                 use_beam_search=True,
                 max_tokens=self.max_tokens,
                 ignore_eos=self.ignore_eos,
                 temperature=self.temperature,
                 length_penalty=self.length_penalty,
-                logprobs=min(2 * self.beam_width, MAX_LOGPROBS),
             )
+            return params.clone(logprobs=min(2 * params.n, MAX_LOGPROBS))
         except InvalidRequestError as error:
             if error.param == "n":
                 message = "beam_width" + error.message.removeprefix("n")

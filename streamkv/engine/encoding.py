@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..protocol import RunnerInfo
 from ..text.chat_messages import num_chars
 from ..text.tokenizer import Tokenizer
 from .admission import check_num_messages, check_text, check_unicode
@@ -32,14 +33,14 @@ class Encoder:
         text: str,
         *,
         add_special_tokens: bool = True,
-        max_model_len: int | None = None,
+        must_fit_in: RunnerInfo | None = None,
     ) -> list[int]:
-        """Token ids of a text. InvalidRequestError; with `max_model_len`, ContextLengthError for a
-        text that is too long for it at first sight. One that is not may still be too long."""
-        if max_model_len is None:
+        """Token ids of a text. InvalidRequestError; with `must_fit_in`, ContextLengthError for a
+        text too long for that context at first sight. One that is not may still be too long."""
+        if must_fit_in is None:
             check_unicode(text)
         else:
-            check_text(text, tokenizer, max_model_len)
+            check_text(text, tokenizer, must_fit_in)
         encode = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if len(text) <= LONG_TEXT_CHARS:
             return encode()
@@ -52,16 +53,16 @@ class Encoder:
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
-        max_model_len: int,
+        info: RunnerInfo,
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation. InvalidRequestError; ContextLengthError for one with more
         messages than the context has tokens, and for one whose text is too long at first sight."""
-        check_num_messages(messages, max_model_len)
+        check_num_messages(messages, info)
         render = functools.partial(tokenizer.apply_chat_template, messages, **template_kwargs)
         is_long = (
             len(messages) > MANY_MESSAGES or num_chars(messages, LONG_TEXT_CHARS) > LONG_TEXT_CHARS
         )
         text = await asyncio.to_thread(render) if is_long else render()
-        check_text(text, tokenizer, max_model_len, "messages")
+        check_text(text, tokenizer, info, "messages")
         return await self.encode(tokenizer, text, add_special_tokens=False)  # the template has them

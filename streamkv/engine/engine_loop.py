@@ -5,7 +5,8 @@ is to do there, and its results back. It must not know sockets, prompts as text,
 store are. Everything here runs on the event-loop thread, in plain callbacks: there is no task that
 a caller could cancel by accident, no lock, and while nothing is to be done, no wake-up.
 
-A turn takes in what has happened, feeds the device first and tells the readers after:
+A turn takes in what has happened, feeds the device first and tells the readers after (of a beam
+search, which has all its tokens at the end, some in each of several turns):
 
     on_output ─► commit ─► drain the queue ─► schedule, submit ─► text, stop strings, mailboxes
     add ─► asyncio.Queue ────────▲       │    (nothing left to do? the books are checked)
@@ -32,7 +33,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..core.scheduler import Scheduler, TokenEvent
+from ..core.scheduler import NO_TOKEN, Scheduler, TokenEvent
 from ..core.sequence import Sequence
 from ..errors import (
     EngineDeadError,
@@ -55,6 +56,7 @@ from .stats import EngineStats, read_stats
 
 logger = logging.getLogger(__name__)
 
+ANSWERS_PER_TURN = 500  # tokens of beams: 3 ms
 MAX_FAILED_STEPS = 3  # in a row; then the device is taken for broken
 NOT_FINITE = "not finite numbers; the model's weights may be broken"
 MAX_RETRY_AFTER_S = 60
@@ -233,6 +235,8 @@ class EngineLoop:
             self._drain_arrivals()
             self._feed()
             self._fan_out(events, output.error if output is not None else "")
+            if self.scheduler.has_answers:
+                self._fan_out_answers(is_woken=output is None)
             self._settle()
         except Exception as exc:
             logger.exception("the engine loop failed")
@@ -284,8 +288,20 @@ class EngineLoop:
                 reason = step_error or f"the logits were {NOT_FINITE}"
                 message = f"generation failed on the device: {reason}"
                 self._fail(entry, GenerationError(message))
+            elif event.token_id == NO_TOKEN:
+                entry.mailbox.leave_out(event.sequence.choice)
+                if entry.mailbox.done:
+                    self._forget(entry)
             else:
                 self._push(entry, event)
+
+    def _fan_out_answers(self, *, is_woken: bool) -> None:
+        """Some tokens of beams, and others run before the next: steps may end several times in a
+        loop iteration, it wakes itself once."""
+        if is_woken:
+            self._fan_out(self.scheduler.take_answers(ANSWERS_PER_TURN), "")
+        if self.scheduler.has_answers:
+            self._wake()
 
     def _push(self, entry: Entry, event: TokenEvent) -> None:
         try:
@@ -312,12 +328,12 @@ class EngineLoop:
             self.die(EngineDeadError(f"the engine has stopped: {num_failed} steps failed in a row"))
         elif scheduler.num_in_flight_steps == 0:
             self._feed()  # what stop strings gave back may let others start
-            if scheduler.num_in_flight_steps > 0 or scheduler.is_busy:
+            if scheduler.num_in_flight_steps > 0 or scheduler.is_busy or scheduler.has_answers:
                 return
-            if scheduler.num_running or scheduler.num_waiting:
+            if scheduler.num_running or scheduler.num_waiting or self._entries:
                 raise RuntimeError(
-                    f"nothing can be scheduled, yet {scheduler.num_running} sequences are running "
-                    f"and {scheduler.num_waiting} waiting"
+                    f"nothing can be scheduled, yet {scheduler.num_running} sequences are running, "
+                    f"{scheduler.num_waiting} waiting, and {len(self._entries)} requests not ended"
                 )
             scheduler.check_at_rest()
             self._at_rest.set()

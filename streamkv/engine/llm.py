@@ -117,7 +117,7 @@ class LLM:
                 )
             prompts = prompt_token_ids
         engine = self._background.engine
-        found = read_prompts(prompts, engine.tokenizer, engine.info.max_model_len)
+        found = read_prompts(prompts, engine.tokenizer, engine.info)
         return self._run(found, sampling_params, use_tqdm, priority)
 
     def chat(
@@ -151,7 +151,7 @@ class LLM:
         found = read_chats(
             messages,
             engine.tokenizer,
-            engine.info.max_model_len,
+            engine.info,
             chat_template=chat_template,
             continue_final_message=continue_final_message,
             variables={

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from ..errors import InvalidRequestError
 from ..plain import plain
+from ..protocol import RunnerInfo
 from ..text.chat_messages import template_messages
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
@@ -66,19 +67,19 @@ def naming(name: str) -> Iterator[None]:
         raise
 
 
-def read_prompts(prompts: object, tokenizer: Tokenizer, max_model_len: int) -> list[Prompt]:
+def read_prompts(prompts: object, tokenizer: Tokenizer, info: RunnerInfo) -> list[Prompt]:
     """The prompts of `LLM.generate`, in order. InvalidRequestError, ContextLengthError."""
     found = []
     for name, prompt in _split(prompts, "prompts", (str, Mapping), (int,), _FORMS):
         with naming(name):
-            found.append(_read_prompt(name, prompt, tokenizer, max_model_len))
+            found.append(_read_prompt(name, prompt, tokenizer, info))
     return found
 
 
 def read_chats(
     messages: object,
     tokenizer: Tokenizer,
-    max_model_len: int,
+    info: RunnerInfo,
     *,
     chat_template: str | None,
     continue_final_message: bool,
@@ -92,14 +93,14 @@ def read_chats(
     found = []
     for name, chat in _split(messages, "messages", (), (Mapping,), "expected a list of messages"):
         with naming(name):
-            _check_chat(chat, max_model_len)
+            _check_chat(chat, info)
             ask = template_messages(chat)
             if continue_final_message:
                 ask[-1]["content"] += _MARK
             render = tokenizer.apply_chat_template if template is None else template.render
             text = render(ask, **variables)
             text = _up_to_mark(text) if continue_final_message else text
-            check_text(text, tokenizer, max_model_len)
+            check_text(text, tokenizer, info)
             # The template has the special tokens.
             token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
         found.append(Prompt(name, text, token_ids))
@@ -127,7 +128,7 @@ def _split(
     return [(name, given)]
 
 
-def _read_prompt(name: str, prompt: object, tokenizer: Tokenizer, max_model_len: int) -> Prompt:
+def _read_prompt(name: str, prompt: object, tokenizer: Tokenizer, info: RunnerInfo) -> Prompt:
     text, cache_salt = None, ""
     if isinstance(prompt, Mapping):
         fields = {key: value for key, value in prompt.items() if value is not None}
@@ -137,18 +138,18 @@ def _read_prompt(name: str, prompt: object, tokenizer: Tokenizer, max_model_len:
         if fields or prompt is None:
             got = ", ".join(map(str, fields)) or "none of them"
             raise InvalidRequestError(f"prompt: {_FORMS}, got {got}", param="prompt")
-    checked = check_prompt(prompt, max_model_len)
+    checked = check_prompt(prompt, info)
     if isinstance(checked, tuple):
         return Prompt(name, text, checked, cache_salt)
-    check_text(checked, tokenizer, max_model_len)
+    check_text(checked, tokenizer, info)
     return Prompt(name, checked, tuple(tokenizer.encode(checked)), cache_salt)
 
 
-def _check_chat(chat: object, max_model_len: int) -> None:
+def _check_chat(chat: object, info: RunnerInfo) -> None:
     if not isinstance(chat, Sequence) or isinstance(chat, (str, bytes)) or not chat:
         got = type(chat).__name__ if chat else "none"
         raise InvalidRequestError(f"messages: expected a list of messages, got {got}")
-    check_num_messages(chat, max_model_len)
+    check_num_messages(chat, info)
 
 
 def _up_to_mark(text: str) -> str:

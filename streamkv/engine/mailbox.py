@@ -1,8 +1,9 @@
 """The place where the engine leaves one request's output and its reader picks it up.
 
 Owns the request's choices, the order in which they have something new, and the reader's wake-up.
-Where more are computed than are given (`best_of`), it gives the most likely once all have ended. It
-must not know the scheduler or the device. Used on the event-loop thread only, so it has no locks.
+Where more are computed than are given (`best_of`), it gives the most likely once all have ended;
+where a beam search finds fewer answers than choices, these are all. It must not know the scheduler
+or the device. Used on the event-loop thread only, so it has no locks.
 
 Invariant: bounded by construction. Each choice has one slot in which deltas merge while the reader
 is slow, and the queue holds each choice at most once; a slow reader costs its own tokens' memory
@@ -73,6 +74,12 @@ class Mailbox:
         self._announce(output)
         return output.finish_reason
 
+    def leave_out(self, choice: int) -> None:
+        """A beam search has no answer for this choice, nor for any after it."""
+        self.choices = self.choices[:choice]
+        self._count_end()
+        self._wake()
+
     def finish(self, reason: FinishReason) -> None:
         """End each choice that has not ended yet, with what it has."""
         for output in self.choices:
@@ -129,9 +136,7 @@ class Mailbox:
 
     def _announce(self, output: ChoiceOutput) -> None:
         if output.finish_reason is not None:
-            self._num_unfinished -= 1
-            if self._num_unfinished == 0:
-                self.finish_s = time.monotonic()
+            self._count_end()
         if self._num_best is None:
             self._offer(output)
         elif self._num_unfinished == 0:
@@ -139,6 +144,11 @@ class Mailbox:
                 best.choice = choice
                 self._offer(best)
         self._wake()
+
+    def _count_end(self) -> None:
+        self._num_unfinished -= 1
+        if self._num_unfinished == 0:
+            self.finish_s = time.monotonic()
 
     def _offer(self, output: ChoiceOutput) -> None:
         """It has something to take."""

@@ -12,10 +12,9 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..protocol import RunnerInfo
+from ..words import counted, format_bytes
 
 logger = logging.getLogger(__name__)
-
-MIB, GIB = 1 << 20, 1 << 30
 
 
 def log_ready(
@@ -42,20 +41,22 @@ def kv_memory_line(config: EngineConfig, info: RunnerInfo, *, has_store: bool) -
     """How much fits into which tier."""
     num_sequences = info.num_blocks / -(-info.max_model_len // info.block_size)
     parts = [
-        f"KV memory: {info.num_blocks:,} blocks of {info.block_size}"
-        f"{_size(info, info.num_blocks)} hold {info.num_blocks * info.block_size:,} tokens, "
+        f"KV memory: {counted(info.num_blocks, 'block')} of {info.block_size}"
+        f"{_size(info, info.num_blocks)} for {info.num_blocks * info.block_size:,} tokens, "
         f"{num_sequences:.1f} sequences of {info.max_model_len:,}"
     ]
+    if info.kv_bound:
+        parts.append(info.kv_bound)
     if info.num_host_slots:
         size = _size(info, info.num_host_slots)
         parts.append(f"{info.num_host_slots:,} more in host memory{size}")
     if has_store:
-        parts.append(f"up to {config.kv_cache_disk:g} GiB of prefixes in {config.kv_cache_dir}")
+        disk = format_bytes(int(config.kv_cache_disk * 2**30))
+        parts.append(f"up to {disk} of prefixes in {config.kv_cache_dir}")
     return "; ".join(parts)
 
 
 def _size(info: RunnerInfo, num_blocks: int) -> str:
     """ " (1.5 GiB)", where a block's bytes are known."""
     num_bytes = num_blocks * info.block_bytes
-    size = f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.0f} MiB"
-    return f" ({size})" if num_bytes else ""
+    return f" ({format_bytes(num_bytes)})" if num_bytes else ""

@@ -2,7 +2,7 @@
 
 Owns the shapes and how completions become them. It must not know the engine. Fields that are always
 None are vLLM's for what is not done here. Invariant: one CompletionOutput for each choice that was
-asked for, in order.
+asked for, in order; fewer only where a beam search has found fewer answers.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits_by_tier_total: Mapping[str, int] = {}  # these, of "device", "host", "disk"
     kv_blocks_evicted_total: int = 0  # cached ones that were taken for others
     kv_blocks_copied_total: int = 0  # to another block, before a write to a shared one
-    kv_blocks_swapped_out_total: int = 0  # copied to host memory
+    kv_blocks_swapped_out_total: int = 0  # copied to host memory, also on their way to disk
     kv_blocks_swapped_in_total: int = 0
     kv_copies_failed_total: int = 0
     num_host_slots: int = 0  # blocks that host memory holds

@@ -3,9 +3,9 @@
 Owns the request's life from the reader's side: entering the context admits it, leaving early
 aborts it. It must not know how tokens are made. Used on the event-loop thread only.
 
-Invariant: exactly one terminal delta per choice, then the iteration ends; or the stream raises one
-error. Whatever way the reader goes (break, exception, cancelled task), the request is over once
-the context is left.
+Invariant: exactly one terminal delta per choice (of which a beam search may have fewer than `n`),
+then the iteration ends; or the stream raises one error. Whatever way the reader goes (break,
+exception, cancelled task), the request is over once the context is left.
 """
 
 from __future__ import annotations

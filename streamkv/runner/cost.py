@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..ops import AttentionShape, Parameter
+from ..words import counted
 from .formats import ModelFormats
 from .kv_cache import kv_token_bytes
 from .program import (
@@ -138,11 +139,6 @@ def label(op: Op) -> str:
         shape = op.shape
         return f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
     return "to int8" if isinstance(op, Quantize) else "rows that want logits"
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 row", "2 rows"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def describe(

@@ -33,17 +33,17 @@ from ..weights.loader import (
     load_packed,
     opened_checkpoint,
 )
+from ..words import counted, format_bytes
 from .fingerprint import kv_fingerprint
 from .formats import ModelFormats
 from .kv_cache import (
     CPU_LIMIT_BYTES,
     MemoryShare,
     available_memory_bytes,
-    format_bytes,
     max_step_tokens,
     workspace_bytes,
 )
-from .kv_plan import KVCachePlan, plan_memory
+from .kv_plan import KVCachePlan, flags_to_lower, plan_memory
 from .measure import StepCosts
 from .native_limits import check_native
 
@@ -119,7 +119,7 @@ class CpuModel(NamedTuple):
 
     def info(self, ops: str, costs: StepCosts) -> RunnerInfo:
         num_threads = self.team.num_threads
-        threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+        threads = counted(num_threads, "thread")
         return RunnerInfo(
             device="cpu",
             dtype=self.dtype,
@@ -135,6 +135,8 @@ class CpuModel(NamedTuple):
             block_bytes=self.plan.block_bytes,
             copy_block_s=costs.copy_block_s,
             token_s=costs.token_s,
+            full_model_len=self.plan.full_model_len,
+            kv_bound=self.plan.bound,
         )
 
 
@@ -152,7 +154,10 @@ def load_cpu_model(
     progress("opening checkpoint", 0.0)
     with opened_checkpoint(checkpoint) as source:
         model = build_model(read_config(source.config))
-        with _explained("the weights"), _explained_threads(num_threads):
+        with (
+            _explained("the weights", "use a smaller model or dtype"),
+            _explained_threads(num_threads),
+        ):
             weights = _load_weights(cpu, source, model, config, num_threads, share, progress)
     progress("allocating KV cache", 1.0)
     plan, cache = _take_kv_cache(cpu, config, model.config, share)
@@ -242,7 +247,7 @@ def _take_kv_cache(
             num_host_slots,
         )
 
-    with _explained("a KV block"):
+    with _explained("a KV block", f"lower --block-size ({config.block_size})"):
         block_bytes = allocate(1).block_bytes
     plan = plan_memory(
         config,
@@ -252,26 +257,22 @@ def _take_kv_cache(
         limit_bytes=CPU_LIMIT_BYTES,
     )
     share.reserve("host slots", plan.host_bytes)
-    # One block, and as many as the operator says, are given whatever is left.
+    # One block, and as many as --num-gpu-blocks-override says, are given whatever is left.
     share.reserve("KV cache", plan.num_bytes, overcommit=True)
-    what = f"{plan.num_blocks} KV blocks ({format_bytes(plan.num_bytes)})"
+    what = f"{counted(plan.num_blocks, 'KV block')} ({format_bytes(plan.num_bytes)})"
     if plan.num_host_slots:
-        what += f" and {plan.num_host_slots} in host memory ({format_bytes(plan.host_bytes)})"
-    with _explained(what):
+        what += f" and {plan.num_host_slots:,} in host memory ({format_bytes(plan.host_bytes)})"
+    with _explained(what, f"lower {flags_to_lower(config)}"):
         return plan, allocate(plan.num_blocks, plan.num_host_slots)
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(what: str, remedy: str) -> Iterator[None]:
     """What the extension raises, as what the operator can do about it."""
     try:
         yield
     except MemoryError as error:
-        raise ConfigError(
-            f"{what} can't be allocated: use a smaller model or dtype, or lower "
-            "--gpu-memory-utilization, --num-gpu-blocks-override, --kv-cache-memory-bytes or "
-            "--swap-space"
-        ) from error
+        raise ConfigError(f"{what} can't be allocated: {remedy}") from error
     except ConfigError:
         raise
     except ValueError as error:
@@ -289,8 +290,8 @@ def _explained_threads(num_threads: int, *, has_only_threads: bool = False) -> I
         if not has_only_threads and not is_about_threads:
             raise
         raise ConfigError(
-            f"{num_threads} threads can't be started ({error}): lower --threads ({num_threads}), "
-            "or let the system grant more threads and memory"
+            f"{counted(num_threads, 'thread')} can't be started ({error}): lower --threads "
+            f"({num_threads}), or let the system grant more threads and memory"
         ) from error
 
 

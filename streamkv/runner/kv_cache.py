@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models import ModelConfig
+from ..words import format_bytes
 
 CPU_LIMIT_BYTES = 4 << 30  # a chat server on a laptop shouldn't take all of its memory
 MAX_SLOTS = 2**31 - 1  # kernels number them in int32
@@ -83,16 +84,6 @@ class MemoryShare:
         """Give everything back; idempotent."""
         while self._budget is not None and self._names:
             self._budget.release(self._names.pop())
-
-
-def format_bytes(num_bytes: int) -> str:
-    """With a unit in which the number has at least one digit before the point."""
-    size, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:,.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.1f} {unit}"
 
 
 def kv_token_bytes(num_kv_heads: int, head_dim: int, dtype: str) -> int:

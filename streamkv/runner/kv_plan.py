@@ -13,8 +13,10 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..fields import flag_of
 from ..models import ModelConfig
-from .kv_cache import MAX_SLOTS, format_bytes, workspace_bytes
+from ..words import counted, format_bytes
+from .kv_cache import MAX_SLOTS, workspace_bytes
 
 # The books of the blocks are made and checked on the event loop. A step's books cost the same
 # whatever the pool, but a check while idle takes 4 to 6 us a cached block.
@@ -23,6 +25,7 @@ MIN_MODEL_LEN = 2  # a token of prompt and one of answer
 LENGTH = "max_model_len (--max-model-len)"  # for messages
 MEMORY = "kv_cache_memory_bytes (--kv-cache-memory-bytes)"
 SWAP = "swap_space (--swap-space)"
+FOLDER = "kv_cache_dir (--kv-cache-dir)"
 # What is on its way to the disk or back lies in host slots: so many at least, if they aren't huge.
 STAGING_SLOTS = 64
 STAGING_BYTES = 256 << 20
@@ -38,6 +41,8 @@ class KVCachePlan(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int  # all layers, as the cache lays them out
     max_model_len: int
     num_host_slots: int = 0  # blocks that host memory holds besides
+    full_model_len: int = 0  # what max_model_len would be with enough KV memory
+    bound: str = ""  # why there is no more of it and what gives more, where it matters
 
     @property
     def num_bytes(self) -> int:
@@ -70,18 +75,24 @@ def plan_memory(
             positions,
         )
     workspace = workspace_bytes(config, model_config)
-    if workspace > free_bytes and not is_told(config):
+    if workspace > free_bytes and not config.num_gpu_blocks_override:
         raise ConfigError(
             f"the largest step needs {format_bytes(workspace)} besides weights and KV cache, "
-            f"{format_bytes(free_bytes)} are free: lower --max-num-batched-tokens "
+            f"{_free(config, free_bytes)}lower --max-num-batched-tokens "
             f"({config.max_num_batched_tokens}) or --max-num-seqs ({config.max_num_seqs})"
         )
     free_bytes = max(0, free_bytes - workspace)
-    left_bytes = max(0, free_bytes - config.kv_cache_memory_bytes)
+    told_bytes = 0 if config.num_gpu_blocks_override else config.kv_cache_memory_bytes
+    if told_bytes > free_bytes:
+        raise ConfigError(
+            f"{MEMORY}: KV blocks are to take {format_bytes(told_bytes)}, "
+            f"{_free(config, free_bytes)}lower --kv-cache-memory-bytes ({told_bytes})"
+        )
     num_host_slots = plan_host_slots(
         config,
         block_bytes=block_bytes,
-        free_bytes=left_bytes if host_free_bytes is None else host_free_bytes,
+        free_bytes=free_bytes - told_bytes if host_free_bytes is None else host_free_bytes,
+        has_own_memory=host_free_bytes is not None,
     )
     if host_free_bytes is None:
         free_bytes -= num_host_slots * block_bytes
@@ -99,13 +110,31 @@ def plan_memory(
     return msgspec.structs.replace(plan, num_host_slots=num_host_slots)
 
 
-def is_told(config: EngineConfig) -> bool:
-    """Whether the operator has said how many blocks there are: then it is so, whatever is free."""
-    return bool(config.num_gpu_blocks_override or config.kv_cache_memory_bytes)
+def _free(config: EngineConfig, free_bytes: int) -> str:
+    """How much, and the remedies, of which the caller adds the last."""
+    share = config.gpu_memory_utilization
+    if share == 1:
+        return f"{format_bytes(free_bytes)} are free: "
+    return (
+        f"{format_bytes(free_bytes)} are free within --gpu-memory-utilization ({share:g}): raise "
+        "that, or "
+    )
 
 
-def plan_host_slots(config: EngineConfig, *, block_bytes: int, free_bytes: int) -> int:
-    """As many as --swap-space holds, MAX_BLOCKS at most; enough for the way to --kv-cache-dir."""
+def flags_to_lower(config: EngineConfig) -> str:
+    """Those that KV memory comes from, as they were given."""
+    names = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space")
+    given = [
+        f"{flag_of(name)} ({getattr(config, name)})" for name in names if getattr(config, name)
+    ]
+    return " or ".join(given or [f"--gpu-memory-utilization ({config.gpu_memory_utilization:g})"])
+
+
+def plan_host_slots(
+    config: EngineConfig, *, block_bytes: int, free_bytes: int, has_own_memory: bool = False
+) -> int:
+    """As many as --swap-space holds, MAX_BLOCKS at most; enough for the way to --kv-cache-dir.
+    `has_own_memory`: not the one that blocks are in."""
     swap_bytes = int(config.swap_space * 2**30)
     num_slots = min(swap_bytes // block_bytes, MAX_BLOCKS)
     if config.swap_space and not num_slots:
@@ -116,12 +145,18 @@ def plan_host_slots(config: EngineConfig, *, block_bytes: int, free_bytes: int) 
     if config.kv_cache_dir:
         num_slots = max(num_slots, 1, min(STAGING_SLOTS, STAGING_BYTES // block_bytes))
     if num_slots * block_bytes > free_bytes:
-        wish = "--swap-space" if swap_bytes // block_bytes == num_slots else "--kv-cache-dir"
+        wish, remedies = SWAP, [f"lower --swap-space ({config.swap_space:g})"]
+        if num_slots > swap_bytes // block_bytes:
+            wish, remedies = FOLDER, ["leave out --kv-cache-dir"]
+        told_bytes = 0 if config.num_gpu_blocks_override else config.kv_cache_memory_bytes
+        if told_bytes and not has_own_memory:
+            remedies.append(f"lower --kv-cache-memory-bytes ({told_bytes})")
+        free = f"{format_bytes(free_bytes)} are free: "
+        if not has_own_memory:
+            free = _free(config, free_bytes)
         raise ConfigError(
-            f"{wish}: {num_slots} KV blocks in host memory take "
-            f"{format_bytes(num_slots * block_bytes)}, {format_bytes(free_bytes)} are "
-            f"free: lower --swap-space ({config.swap_space:g}) or --kv-cache-memory-bytes "
-            f"({config.kv_cache_memory_bytes}), or leave out --kv-cache-dir"
+            f"{wish}: {counted(num_slots, 'KV block')} in host memory "
+            f"take {format_bytes(num_slots * block_bytes)}, {free}{' or '.join(remedies)}"
         )
     return num_slots
 
@@ -165,9 +200,11 @@ def plan_kv_cache(
             f"blocks of {block_size} tokens, got {num_blocks_override}; larger "
             f"blocks hold more: raise --block-size ({block_size})"
         )
+    bound, more = "", ""  # what keeps the pool small unasked; what gives more
     if num_blocks_override:
-        num_blocks = num_blocks_override
+        num_blocks, more = num_blocks_override, "--num-gpu-blocks-override"
     elif kv_memory_bytes:
+        more = "--kv-cache-memory-bytes"
         num_blocks = kv_memory_bytes // block_bytes
         if not 1 <= num_blocks <= max_blocks:
             raise ConfigError(
@@ -179,7 +216,14 @@ def plan_kv_cache(
         if max_model_len:
             limit = max(limit, blocks_per_sequence * block_bytes)
         affordable = min(free_bytes, limit) // block_bytes
-        num_blocks = max(1, min(affordable, max_num_seqs * blocks_per_sequence, max_blocks))
+        wanted = max_num_seqs * blocks_per_sequence
+        num_blocks = max(1, min(affordable, wanted, max_blocks))
+        if affordable > max_blocks:
+            more = "a larger --block-size"
+        elif free_bytes <= limit:
+            more = "--gpu-memory-utilization or more free memory"
+        elif affordable < wanted:
+            bound, more = f"at most {format_bytes(limit)} on a CPU", "--kv-cache-memory-bytes"
     if max_model_len and blocks_per_sequence > max_blocks:
         raise ConfigError(
             f"{LENGTH}: {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
@@ -190,18 +234,23 @@ def plan_kv_cache(
             f"{LENGTH}: {max_model_len} needs {blocks_per_sequence} KV blocks of {block_size} "
             f"tokens ({format_bytes(blocks_per_sequence * block_bytes)}), there are {num_blocks} "
             f"({format_bytes(num_blocks * block_bytes)}): lower --max-model-len to "
-            f"{num_blocks * block_size} or give more memory"
+            f"{num_blocks * block_size}, or get more by {more}"
         )
     if min(length, num_blocks * block_size) < MIN_MODEL_LEN:
         raise ConfigError(
-            f"the context would be 1 token, expected at least {MIN_MODEL_LEN}: there are "
-            f"{num_blocks} KV blocks of {block_size} tokens, {format_bytes(free_bytes)} are free "
-            f"and a block takes {format_bytes(block_bytes)}; give more memory or a larger "
-            "--block-size"
+            f"the context would be 1 token, expected at least {MIN_MODEL_LEN}, for "
+            f"{counted(num_blocks, 'KV block')} of {counted(block_size, 'token')}: "
+            f"{format_bytes(free_bytes)} are free and a block takes {format_bytes(block_bytes)}; "
+            "give more memory or a larger --block-size"
         )
+    found = min(length, num_blocks * block_size)
+    cut = f"the context is cut from {length:,} to {found:,}" if found < length else ""
+    reasons = ", ".join(filter(None, (bound, cut)))
     return KVCachePlan(
         num_blocks=num_blocks,
         block_size=block_size,
         block_bytes=block_bytes,
-        max_model_len=min(length, num_blocks * block_size),
+        max_model_len=found,
+        full_model_len=length,
+        bound=f"{reasons}: more by {more}" if reasons else "",
     )

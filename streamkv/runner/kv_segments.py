@@ -115,7 +115,7 @@ class SegmentFormat:
         while done < self.block_bytes:
             num_bytes = os.preadv(fd, [data[done:]], start + done)
             if not num_bytes:
-                raise UnusableError(f"expected {self.block_bytes} bytes, got {done}")
+                raise UnusableError("its content is cut off")
             done += num_bytes
         if zlib.crc32(data) != check:
             raise UnusableError("its content is damaged")
@@ -127,9 +127,7 @@ class SegmentFormat:
     def scan(self, path: Path) -> Scan:
         """What is in the file, without reading blocks. OSError, and UnusableError for what is no
         file of bytes; about any file of bytes there is a Scan."""
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise UnusableError("it is no regular file")
-        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+        fd = _open_regular(path)
         try:
             num_bytes = os.fstat(fd).st_size
             try:
@@ -139,6 +137,14 @@ class SegmentFormat:
             skipped: Counter[str] = Counter()
             blocks = tuple(self._read_table(fd, capacity, num_bytes, skipped))
             return Scan(num_bytes, capacity, blocks, skipped)
+        finally:
+            os.close(fd)
+
+    def check(self, path: Path) -> None:
+        """OSError, UnusableError: it is no file of such blocks."""
+        fd = _open_regular(path)
+        try:
+            self._read_header(fd)
         finally:
             os.close(fd)
 
@@ -211,6 +217,18 @@ class SegmentFormat:
 
     def _block_start(self, capacity: int, index: int) -> int:
         return _aligned(self._entry_start(capacity)) + index * self._stride
+
+
+def is_regular(path: Path) -> bool:
+    """OSError."""
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def _open_regular(path: Path) -> int:
+    """To read it. OSError, UnusableError."""
+    if not is_regular(path):
+        raise UnusableError("it is no regular file")
+    return os.open(path, os.O_RDONLY | OPEN_FLAGS)
 
 
 def write_all(fd: int, data: memoryview, start: int) -> None:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..protocol import StoredBlock, StoreOp, StoreResult
+from ..words import counted
 from .kv_segments import SegmentFormat
-from .kv_store_folder import KvFolder
+from .kv_store_folder import KvFolder, is_full
 
 CLOSE_S = 10.0  # how long `close` goes on writing; what is left then isn't kept
 RETRY_S = 60.0  # after a write has failed, as long none is tried
@@ -96,10 +97,10 @@ class KvStore:
             self._do_next()
         if self._writes:
             logger.warning(
-                "%s: %d KV blocks are not kept: writing them took longer than %.0f s",
+                "%s: not kept, as writing took longer than %.0f s: %s",
                 self._folder.path,
-                len(self._writes),
                 CLOSE_S,
+                counted(len(self._writes), "KV block"),
             )
         try:
             self._folder.close()
@@ -129,8 +130,9 @@ class KvStore:
         try:
             with self._slot(op.slot) as data:
                 if op.is_write:
-                    record = self._write(op.block, data)
-                ok = record >= 0 if op.is_write else self._folder.read(op.block, data)
+                    ok, record = self._write(op.block, data)
+                else:
+                    ok = self._folder.read(op.block, data)
         except Exception:  # a mistake of the caller or here: this operation's alone
             logger.exception("%s: an operation on a KV block failed", self._folder.path)
         result = StoreResult(op.number, ok, record, self._folder.take_dropped())
@@ -146,19 +148,19 @@ class KvStore:
             raise ValueError(f"slot: expected 0 to {num_slots - 1}, got {slot}")
         return self._slots[slot * self._block_bytes : (slot + 1) * self._block_bytes]
 
-    def _write(self, block: StoredBlock, data: memoryview) -> int:
-        """The record, or -1."""
+    def _write(self, block: StoredBlock, data: memoryview) -> tuple[bool, int]:
+        """Whether it didn't fail, and the record; -1 if it isn't written."""
         if self._retry_at is not None and time.monotonic() < self._retry_at:
-            return -1
+            return True, -1
         try:
             record = self._folder.write(block, data)
         except OSError as error:
             self._stop_writing(error)
-            return -1
-        if self._retry_at is not None:
+            return False, -1
+        if record >= 0 and self._retry_at is not None:
             self._retry_at = None
             logger.info("%s: KV blocks are written again", self._folder.path)
-        return record
+        return True, record
 
     def _sync(self) -> None:
         if self._folder.unsynced:  # else `close` took the read that there was
@@ -170,11 +172,16 @@ class KvStore:
     def _stop_writing(self, error: OSError) -> None:
         """For a while. The warning comes once, until there is success."""
         if self._retry_at is None:
+            remedy = "check the disk"
+            if is_full(error):
+                remedy = "free some space, or lower --kv-cache-disk"
             logger.warning(
-                "%s: KV blocks are only read and not written any more: %s; free some space, or "
-                "lower --kv-cache-disk",
-                self._folder.path,
+                "%s: KV blocks are only read and not written any more (it is tried every %.0f s): "
+                "%s; %s",
+                error.filename or self._folder.path,
+                RETRY_S,
                 error.strerror or error,
+                remedy,
             )
         self._retry_at = time.monotonic() + RETRY_S
         try:

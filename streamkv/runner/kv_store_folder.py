@@ -1,12 +1,14 @@
 """The folder of a KvStore: its lock, its segment files, and how much they take.
 
 Owns which files there are and which blocks in them can be read. Knows no slots, no operations and
-no threads: one at a time uses it. Invariants: one process has the folder; its segments never take
-more than the limit; a block that was once found damaged is not given again; what is wrong with a
-file is one line in the log.
+no threads: one at a time uses it. Invariants: one process has the folder, and touches nothing in
+it any more if it was deleted or replaced; its segments never take more than the limit; a block that
+was once found damaged is not given again; each kind of thing that is wrong with a file is one line
+in the log, and at the end one with their number.
 
-Room is made by deleting whole segments, oldest first. A block lost with one is written anew, to a
-newer one, when it is used again; of blocks with one digest the newest counts.
+Room, up to the limit or on a full disk, is made by deleting whole segments, oldest first. A block
+lost with one is written anew, to a newer one, when it is used again; of blocks with one digest the
+newest counts.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ import fcntl
 import logging
 import os
 import re
-from collections import defaultdict, deque
+import shutil
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ConfigError
 from ..protocol import StoredBlock
-from .kv_cache import format_bytes
+from ..words import counted, format_bytes
 from .kv_segments import (
     INDEX_BITS,
     OPEN_FLAGS,
@@ -31,11 +34,15 @@ from .kv_segments import (
     Scan,
     SegmentFormat,
     UnusableError,
+    is_regular,
     write_all,
 )
 
 NAMES = re.compile(r"kv-([0-9]{8,18})\.segment")
 SEGMENTS = 4  # at least as many fit, if a block is not larger, so that room can be made in parts
+DELETED = "somebody else deleted it"
+NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO)  # of opening what should be one
+FORBIDDEN = (errno.EACCES, errno.EROFS)  # of deleting a file: that is about the folder
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +55,19 @@ class Segment:
     fd: int = -1  # of one that this process writes, until it is synced
     num_written: int = 0
     live: set[int] = field(default_factory=set)  # indices of blocks that can be read
+    faults: Counter[str] = field(default_factory=Counter)  # blocks given up, by the reason
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def log_faults(self) -> None:
+        for reason, count in self.faults.items():
+            if count > 1:
+                logger.warning(
+                    "%s: in all %d KV blocks were given up: %s", self.path, count, reason
+                )
 
 
 class KvFolder:
@@ -60,11 +75,11 @@ class KvFolder:
 
     def __init__(self, path: Path, limit_bytes: int, format: SegmentFormat) -> None:
         self.path, self._limit_bytes, self._format = path, limit_bytes, format
-        self._capacity = format.capacity_for(min(SEGMENT_BYTES, limit_bytes // SEGMENTS))
         self._segments: dict[int, Segment] = {}  # by number, which is their age
         self._current = -1  # the one that is written
         self._next_number = 1
         self._dropped: list[int] = []
+        self._is_lost = self._is_full_known = False
         self.unsynced: deque[Segment] = deque()  # finished, but not yet safe from the machine
         self._lock_fd = self._open()
         try:
@@ -78,11 +93,13 @@ class KvFolder:
     def close(self) -> None:
         """Sync what was written and let go of the folder. OSError, after which it is closed."""
         try:
-            self.end_segment()
+            if self._is_ours():
+                self.end_segment()
             while self.unsynced:
                 self.sync()
         finally:
             for segment in self._segments.values():
+                segment.log_faults()
                 segment.close()
             os.close(self._lock_fd)
 
@@ -105,19 +122,29 @@ class KvFolder:
                 if fd != segment.fd:
                     os.close(fd)
             return True
-        except FileNotFoundError:
-            logger.warning("%s: somebody else deleted it: its KV blocks are gone", segment.path)
-            self._drop(number)
-        except UnusableError as error:
-            logger.warning("%s: block %d is given up: %s", segment.path, index, error)
-            self._give_up(segment, index)
-        except OSError as error:
-            logger.warning("%s: block %d can't be read: %s", segment.path, index, error)
-            segment.live.discard(index)
+        except (OSError, UnusableError) as error:
+            self._on_fault(number, index, error)
         return False
 
     def write(self, block: StoredBlock, data: memoryview) -> int:
-        """The record. OSError."""
+        """The record; -1 if the folder isn't ours any more. OSError."""
+        while self._is_ours():
+            try:
+                return self._write(block, data)
+            except OSError as error:
+                if not is_full(error) or not self._drop_oldest():
+                    raise
+                if not self._is_full_known:
+                    self._is_full_known = True
+                    logger.warning(
+                        "%s: %s: the oldest KV blocks are deleted for new ones; free some space, "
+                        "or lower --kv-cache-disk",
+                        self.path,
+                        error.strerror,
+                    )
+        return -1
+
+    def _write(self, block: StoredBlock, data: memoryview) -> int:
         segment = self._segments.get(self._current) or self._new_segment()
         index = segment.num_written
         self._format.write_block(segment.fd, segment.capacity, index, block, data)
@@ -134,8 +161,11 @@ class KvFolder:
         segment = self._segments.get(number)
         if segment is None:
             return
-        if segment.num_written:
-            segment.num_bytes = os.fstat(segment.fd).st_size
+        status = os.fstat(segment.fd)
+        if not status.st_nlink:
+            self._leave_out(number, DELETED)
+        elif segment.num_written:
+            segment.num_bytes = status.st_size
             self.unsynced.append(segment)
         else:
             self._drop(number)
@@ -173,8 +203,9 @@ class KvFolder:
             if not isinstance(error, BlockingIOError):
                 raise self._unusable(error) from error
             raise ConfigError(
-                f"kv_cache_dir: expected a folder of this server's own, got {self.path}, which "
-                "another one is using; stop that one, or give another folder with --kv-cache-dir"
+                "kv_cache_dir (--kv-cache-dir): expected a folder of this server's own, got "
+                f"{self.path}, which another one is using; stop that one, or give another folder "
+                "with --kv-cache-dir"
             ) from error
         return lock_fd
 
@@ -191,13 +222,22 @@ class KvFolder:
                 os.close(fd)
                 path.unlink()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._find():
+            if not is_full(error) or not self._find():
                 raise
 
     def _unusable(self, error: OSError) -> ConfigError:
+        where = Path(error.filename or self.path)
+        what = "" if where == self.path else f"{where}: "
+        remedy = ""
+        if is_full(error):
+            remedy = "free some space, "
+        elif isinstance(error, PermissionError):
+            remedy = "fix its permissions, "
+        elif where.parent == self.path and error.errno in NO_FILE:
+            remedy = "delete that, "
         return ConfigError(
-            f"kv_cache_dir: expected a folder that can be written, got {self.path}: "
-            f"{error.strerror or error}; free some space or fix its permissions, give another one "
+            "kv_cache_dir (--kv-cache-dir): expected a folder that can be written, got "
+            f"{self.path}: {what}{error.strerror or error}; {remedy}give another one "
             "with --kv-cache-dir, or leave it out"
         )
 
@@ -212,8 +252,7 @@ class KvFolder:
                 scan = self._format.scan(path)
             except (OSError, UnusableError) as error:
                 unusable[getattr(error, "strerror", None) or str(error)].append(path.name)
-                if path.is_file() and not path.is_symlink():
-                    self._segments[number] = Segment(path, path.stat().st_size)
+                self._note_useless(number, path)
                 continue
             if scan.unusable:
                 unusable[scan.unusable].append(path.name)
@@ -228,8 +267,8 @@ class KvFolder:
             self._segments[number].live.add(place)
         for number in [n for n, one in self._segments.items() if one.capacity and not one.live]:
             self._drop(number)
-        total = sum(segment.num_bytes for segment in self._segments.values())
-        logger.info("%s: %d KV blocks, %s", self.path, len(index), format_bytes(total))
+        taken = f"{format_bytes(self._num_bytes())} on disk"
+        logger.info("%s: %s to be found, %s", self.path, counted(len(index), "KV block"), taken)
         return index
 
     def _find(self) -> list[tuple[int, Path]]:
@@ -244,11 +283,11 @@ class KvFolder:
         if scan.skipped:
             num_entries = len(scan.blocks) + scan.skipped.total()
             counts = ", ".join(f"{count} {what}" for what, count in scan.skipped.items())
-            logger.warning("%s: of %d KV blocks not used: %s", path, num_entries, counts)
-        if not scan.num_bytes:
-            path.unlink(missing_ok=True)
-            return
+            entries = counted(num_entries, "KV block")
+            logger.warning("%s: of %s not used: %s", path, entries, counts)
         self._segments[number] = Segment(path, scan.num_bytes, scan.capacity)
+        if not scan.num_bytes:
+            self._drop(number)
         for block in scan.blocks:
             newest[block.digest] = block._replace(record=number << INDEX_BITS | block.record)
 
@@ -272,43 +311,154 @@ class KvFolder:
 
     # --- files ---
 
+    def _is_ours(self) -> bool:
+        """Whether the lock is still where it was; else nothing in the folder is used any more.
+        OSError."""
+        if not self._is_lost and not self._has_lock():
+            self._is_lost = True
+            logger.warning(
+                "%s: the folder, or the file `lock` in it, was deleted or replaced: no KV blocks "
+                "are read from it or written to it any more; restart the server to keep them again",
+                self.path,
+            )
+            for number in list(self._segments):
+                self._forget(number)
+        return not self._is_lost
+
+    def _has_lock(self) -> bool:
+        """OSError."""
+        try:
+            there = os.lstat(self.path / "lock")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(there, os.fstat(self._lock_fd))
+
+    def _num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self._segments.values())
+
     def _new_segment(self) -> Segment:
         """Begin one, having made room for it. OSError."""
-        num_bytes = self._format.file_bytes(self._capacity)
+        there_is = min(self._limit_bytes, self._num_bytes() + shutil.disk_usage(self.path).free)
+        capacity = self._format.capacity_for(min(SEGMENT_BYTES, there_is // SEGMENTS))
+        num_bytes = self._format.file_bytes(capacity)
         self._make_room(num_bytes)
-        number = self._next_number
-        path = self.path / f"kv-{number:08d}.segment"
-        fd = self._format.create(path, self._capacity)
-        self._next_number, self._current = number + 1, number
-        segment = self._segments[number] = Segment(path, num_bytes, self._capacity, fd)
+        if self._num_bytes() + num_bytes > self._limit_bytes:
+            raise OSError(errno.ENOSPC, "No room beside the files that can't be deleted")
+        while True:
+            number = self._next_number
+            self._next_number += 1
+            path = self.path / f"kv-{number:08d}.segment"
+            try:
+                fd = self._format.create(path, capacity)
+                break
+            except FileExistsError:
+                logger.warning("%s: somebody else made it: it is left alone", path)
+        self._current = number
+        segment = self._segments[number] = Segment(path, num_bytes, capacity, fd)
         return segment
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete files until so much more fits: those of no use first, then the oldest. OSError."""
-        total = sum(segment.num_bytes for segment in self._segments.values()) + num_bytes
-        for number in sorted(self._segments, key=lambda n: (self._segments[n].capacity > 0, n)):
+        """Delete files until so much more fits, or there are none. OSError."""
+        total = self._num_bytes() + num_bytes
+        for number in self._droppable():
             if total <= self._limit_bytes:
                 break
             total -= self._segments[number].num_bytes
             self._drop(number)
 
+    def _drop_oldest(self) -> bool:
+        """Whether there was one to delete. OSError."""
+        number = next(iter(self._droppable()), None)
+        if number is not None:
+            self._drop(number)
+        return number is not None
+
+    def _droppable(self) -> list[int]:
+        """Those of no use, then the oldest; never the one that is written."""
+        return sorted(
+            (number for number in self._segments if number != self._current),
+            key=lambda number: (self._segments[number].capacity > 0, number),
+        )
+
     def _drop(self, number: int) -> None:
-        """Delete a segment. OSError."""
+        """Delete a segment. One that can't be deleted is left out. OSError: none can be."""
         segment = self._segments[number]
-        segment.path.unlink(missing_ok=True)
+        try:
+            segment.path.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno in FORBIDDEN:
+                raise
+            self._leave_out(number, f"it can't be deleted: {error.strerror}")
+            if left := self._segments.pop(number, None):
+                self._limit_bytes -= left.num_bytes
+        else:
+            self._forget(number)
+
+    def _leave_out(self, number: int, reason: str) -> None:
+        """Use nothing of it any more."""
+        segment = self._segments[number]
+        blocks = counted(len(segment.live), "KV block")
+        logger.warning("%s: given up, with %s: %s", segment.path, blocks, reason)
+        self._forget(number)
+        self._note_useless(number, segment.path)
+
+    def _note_useless(self, number: int, path: Path) -> None:
+        """If it is a file, it takes room, and is deleted when that is needed."""
+        with suppress(OSError):
+            if is_regular(path):
+                self._segments[number] = Segment(path, path.stat().st_size)
+
+    def _forget(self, number: int) -> None:
+        segment = self._segments.pop(number)
+        segment.log_faults()
         segment.close()
         self._dropped += [number << INDEX_BITS | index for index in sorted(segment.live)]
-        del self._segments[number]
+        if number == self._current:
+            self._current = -1
 
-    def _give_up(self, segment: Segment, index: int) -> None:
-        """Never give that block again, nor after the next start."""
+    def _on_fault(self, number: int, index: int, error: OSError | UnusableError) -> None:
+        """Give up the block, or the whole file if that isn't what it was."""
+        segment, reason = self._segments[number], ""
+        try:
+            if not self._is_ours():
+                return
+            self._format.check(segment.path)
+        except FileNotFoundError:
+            reason = DELETED
+        except UnusableError as found:
+            reason = str(found)
+        except OSError:  # then the block alone
+            pass
+        if reason:
+            self._leave_out(number, reason)
+        else:
+            self._give_up(segment, index, error)
+
+    def _give_up(self, segment: Segment, index: int, error: OSError | UnusableError) -> None:
+        """Never give that block again; if it is damaged, not after the next start either."""
         segment.live.discard(index)
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        segment.faults[reason] += 1
+        if segment.faults[reason] == 1:
+            logger.warning(
+                "%s: block %d is given up: %s; more of the kind in this file are only counted",
+                segment.path,
+                index,
+                reason,
+            )
+        if isinstance(error, OSError):
+            return
         with suppress(OSError):
             fd = os.open(segment.path, os.O_WRONLY | OPEN_FLAGS)
             try:
                 self._format.erase_block(fd, index)
             finally:
                 os.close(fd)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it is that there is no more room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _place(record: int) -> tuple[int, int]:

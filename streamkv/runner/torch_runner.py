@@ -29,6 +29,7 @@ from ..protocol import BlockStore, CopyKind, RunnerInfo, StepInput, StepOutput
 from ..weights.hub import Checkpoint
 from ..weights.loader import opened_checkpoint
 from ..weights.torch_loader import load_parameters, weight_bytes
+from ..words import counted, format_bytes
 from .block_store import open_block_store
 from .fingerprint import kv_fingerprint
 from .kv_cache import (
@@ -36,10 +37,9 @@ from .kv_cache import (
     MemoryBudget,
     MemoryShare,
     available_memory_bytes,
-    format_bytes,
     max_step_tokens,
 )
-from .kv_plan import KVCachePlan, plan_memory
+from .kv_plan import KVCachePlan, flags_to_lower, plan_memory
 from .measure import measure_costs
 from .rows import Rows
 from .sampler import Sampled, sample
@@ -158,7 +158,7 @@ class TorchRunner:
             host_free_bytes=available_memory_bytes() if is_gpu else None,
         )
         self._share.reserve("host slots", 0 if is_gpu else plan.host_bytes)
-        # One block, and as many as the operator says, are given whatever is left.
+        # One block, and as many as --num-gpu-blocks-override says, are given whatever is left.
         self._share.reserve("KV cache", plan.num_bytes, overcommit=True)
         kv_cache = self._allocate_kv_cache(model.config, plan, dtype)
         host_slots = self._allocate_host_slots(plan)
@@ -187,6 +187,8 @@ class TorchRunner:
             block_bytes=plan.block_bytes,
             copy_block_s=costs.copy_block_s,
             token_s=costs.token_s,
+            full_model_len=plan.full_model_len,
+            kv_bound=plan.bound,
         )
         logger.debug("loaded %s: %s", config.model_id, info)
         return info
@@ -212,9 +214,8 @@ class TorchRunner:
             return torch.empty(shape, dtype=dtype, device=self._device)
         except RuntimeError as exc:
             raise ConfigError(
-                f"{plan.num_blocks} KV blocks ({format_bytes(plan.num_bytes)}) can't be "
-                "allocated: lower --gpu-memory-utilization or --num-gpu-blocks-override "
-                f"({' '.join(str(exc).split())})"
+                f"{counted(plan.num_blocks, 'KV block')} ({format_bytes(plan.num_bytes)}) can't be "
+                f"allocated: lower {flags_to_lower(self._config)} ({' '.join(str(exc).split())})"
             ) from exc
 
     def _allocate_host_slots(self, plan: KVCachePlan) -> Tensor:
@@ -226,9 +227,12 @@ class TorchRunner:
                 pin_memory=self._device.type == "cuda" and plan.num_host_slots > 0,
             )
         except RuntimeError as exc:
+            has_swap = self._config.swap_space > 0
+            remedy = "lower --swap-space" if has_swap else "leave out --kv-cache-dir"
             raise ConfigError(
-                f"{plan.num_host_slots} KV blocks in host memory ({format_bytes(plan.host_bytes)}) "
-                f"can't be allocated: lower --swap-space ({' '.join(str(exc).split())})"
+                f"{counted(plan.num_host_slots, 'KV block')} in host memory "
+                f"({format_bytes(plan.host_bytes)}) can't be allocated: {remedy} "
+                f"({' '.join(str(exc).split())})"
             ) from exc
 
     def _fingerprint(

@@ -134,6 +134,12 @@ class GenerationFields(SamplingFields, kw_only=True):
                     f"{len(session_id)}",
                     param="session_id",
                 )
+        if self.session_ttl is not None and not session_id:
+            raise InvalidRequestError(
+                "session_ttl: expected a session_id (or the header X-Session-Id) beside it, got "
+                "none; name the session, or leave it out",
+                param="session_ttl",
+            )
         return ForEngine(
             model=self.model or "",
             priority=self.priority or 0,

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from ..engine.admission import check_num_messages
 from ..errors import InvalidRequestError
-from ..protocol import MAX_LOGPROBS, SamplingParams
+from ..protocol import MAX_LOGPROBS, RunnerInfo, SamplingParams
 from .request_fields import SAMPLING_NOT_HONOURED, GenerationFields
 from .response_object import CacheRetention, Response, new_id
 from .wire import NotHonoured, renaming_fields
@@ -143,11 +143,11 @@ class ResponseRequest(GenerationFields, kw_only=True):
             _require_default("reasoning.mode", self.reasoning.mode, "standard")
 
     def conversation(
-        self, previous: Sequence[TemplateMessage], max_messages: int
+        self, previous: Sequence[TemplateMessage], info: RunnerInfo
     ) -> list[TemplateMessage]:
         """The previous response's conversation and this input, without the instructions."""
         if not isinstance(self.input, str | None):
-            check_num_messages(self.input, max_messages, "input")
+            check_num_messages(self.input, info, "input")
         messages = [*previous, *_input_messages(self.input)]
         if not messages:
             raise InvalidRequestError("input: expected text or at least one item", param="input")

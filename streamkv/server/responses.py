@@ -49,7 +49,7 @@ async def open_response(
     engine = ready_engine(connection)
     body.check()
     sampling = body.sampling_params(engine.sampling_defaults)
-    conversation = body.conversation(previous, engine.info.max_model_len)
+    conversation = body.conversation(previous, engine.info)
     with own_field_names():
         prompt = await engine.encode_chat(body.prompt(conversation))
     response = body.to_response(body.model or engine.model_ids[0], sampling)

@@ -30,6 +30,7 @@ from websockets.exceptions import SecurityError
 
 from ..config import ServerConfig
 from ..engine.async_engine import AsyncEngine
+from ..words import counted
 from .app import create_app
 from .wire import encode, http_error_body
 
@@ -125,14 +126,15 @@ class Server(uvicorn.Server):
         for listener in sockets or ():
             listener.close()
         self._engine.drain()
+        logger.info("%s", self._goodbye())
         for connection in list(self.server_state.connections):
             if isinstance(connection, WebSocketProtocol):
                 connection.close_timeout = CLOSING_HANDSHAKE_S  # its application closes it
             else:
                 connection.shutdown()  # at once, or after the answer that is being sent
         if not await self._wait_until(self._is_idle, self._grace_s):
-            num_open = len(self.server_state.connections)
-            logger.warning("shutting down: ending the answers on %d connections", num_open)
+            connections = counted(len(self.server_state.connections), "connection")
+            logger.warning("shutting down: ending the answers on %s", connections)
             self._engine.end_requests()
             await self._wait_until(self._is_idle, self._end_s)
             await self._cut()
@@ -141,6 +143,17 @@ class Server(uvicorn.Server):
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
         await self.lifespan.shutdown()  # ends a close that was cut short
+        logger.info("shut down")
+
+    def _goodbye(self) -> str:
+        stats = self._engine.stats()
+        num_answers = stats.num_requests_running + stats.num_requests_waiting
+        if not num_answers:
+            return "shutting down"
+        return (
+            f"shutting down: waiting for {counted(num_answers, 'answer')}, {self._grace_s:g} s at "
+            "most; a second signal cuts them"
+        )
 
     async def _cut(self) -> None:
         """Drop every connection; tasks see that their client is gone, and end."""

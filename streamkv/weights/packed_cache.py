@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..ops import Parameter
+from ..words import format_bytes
 from .formats import MADE, Formats, StoredTensors, is_made, packed_bytes, row_bytes
 from .jobs import Job, Progress, run_jobs
 from .reading import Bytes
@@ -95,7 +96,9 @@ class PackedFile:
             run_jobs(jobs, num_threads, done)
             with contextlib.suppress(OSError):
                 os.utime(fd)  # the last one used
-            logger.info("packed weights (%s) read from %s", _gib(self.num_bytes), self._path)
+            logger.info(
+                "packed weights (%s) read from %s", format_bytes(self.num_bytes), self._path
+            )
         except (OSError, _Unusable) as error:
             return self._leave_out(error)
         finally:
@@ -109,7 +112,9 @@ class PackedFile:
             self._make_room(max_bytes)
             self._write(num_threads, done)
             logger.info(
-                "packed weights (%s) kept for the next start: %s", _gib(self.num_bytes), self._path
+                "packed weights (%s) kept for the next start: %s",
+                format_bytes(self.num_bytes),
+                self._path,
             )
         except (OSError, _Unusable) as error:
             logger.warning("%s: packed weights are not kept there: %s", self._folder, error)
@@ -134,14 +139,16 @@ class PackedFile:
     def _make_room(self, max_bytes: int) -> None:
         if self._file_bytes > max_bytes:
             raise _Unusable(
-                f"they take {_gib(self._file_bytes)}, --packed-cache-gib allows {_gib(max_bytes)}"
+                f"they take {format_bytes(self._file_bytes)}, --packed-cache-gib allows "
+                f"{format_bytes(max_bytes)}"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         _delete_oldest(self._folder, max_bytes - self._file_bytes, self._path)  # to be replaced
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < 2 * self._file_bytes:
             raise _Unusable(
-                f"expected {_gib(2 * self._file_bytes)} of free disk space, got {_gib(free_bytes)}"
+                f"expected {format_bytes(2 * self._file_bytes)} of free disk space, got "
+                f"{format_bytes(free_bytes)}"
             )
 
     def _write(self, num_threads: int, done: Progress) -> None:
@@ -263,10 +270,6 @@ def _newest_first(folder: Path) -> list[tuple[Path, os.stat_result]]:
             with contextlib.suppress(FileNotFoundError):  # deleted by another process
                 found.append((path, path.stat()))
     return sorted(found, key=lambda item: -item[1].st_mtime_ns)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def is_worth_keeping(

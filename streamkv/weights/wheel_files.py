@@ -24,6 +24,7 @@ from typing import IO, NamedTuple
 
 from ..errors import ModelLoadError
 from ..progress import Watch, unwatched
+from ..words import format_bytes
 from .jobs import progress_bar
 
 _CHUNK_BYTES = 1 << 20
@@ -62,7 +63,7 @@ def fetch(
             return target
         cache.mkdir(parents=True, exist_ok=True)
         logger.info(
-            "fetching %s (%d MB, once) to %s", target.name, source.size_bytes // 10**6, cache
+            "fetching %s (%s, once) to %s", target.name, format_bytes(source.size_bytes), cache
         )
         _remove_stale(cache)
         with tempfile.TemporaryDirectory(dir=cache, prefix=_PREFIX) as folder:

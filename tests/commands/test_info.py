@@ -8,6 +8,7 @@ import shutil
 import torch
 from tiny import save_tiny_checkpoint, tiny_tokenizer
 
+from streamkv import info
 from streamkv.cli import main
 from streamkv.runner import select
 
@@ -75,14 +76,18 @@ def test_it_says_that_the_context_ends_where_a_window_would_begin(tmp_path, caps
     assert said["context"].startswith("32 tokens of the checkpoint's 256")
 
 
-def test_it_says_where_keys_and_values_would_be(checkpoint, capsys):
+def test_it_says_where_keys_and_values_would_be(checkpoint, capsys, monkeypatch):
     said = said_of(capsys, checkpoint, "--kv-cache-memory-bytes", "40K", "--dtype", "float32")
     assert said["KV blocks"].startswith("5 of 16 tokens (40.0 KiB): 80 tokens, 1.0 sequences of 80")
+    assert said["KV blocks"].endswith("to 80: more by --kv-cache-memory-bytes")
     assert said["context"].startswith("80 tokens of the checkpoint's")
     assert said["KV host slots"] == "none: see --swap-space"
     assert said["KV on disk"] == "none: see --kv-cache-dir"
     said = said_of(capsys, checkpoint, "--kv-cache-dir", "kept", "--kv-cache-disk", "1.5")
     assert said["KV host slots"].startswith("64 blocks (")
     assert said["KV on disk"] == "up to 1.5 GiB in kept"
+    monkeypatch.setattr(info, "available_memory_bytes", lambda: 1 << 30)
+    said = said_of(capsys, checkpoint, "--kv-cache-memory-bytes", "2G")
+    assert said["KV blocks"].startswith("serve would refuse: kv_cache_memory_bytes (--kv-cache-")
     said = said_of(capsys, checkpoint, "--swap-space", "1000000")
     assert said["KV blocks"].startswith("serve would refuse: swap_space (--swap-space): ")

@@ -36,6 +36,7 @@ class Harness:
         self,
         *,
         depth: int = 0,
+        vocab_size: int = VOCAB_SIZE,
         num_blocks: int = 64,
         block_size: int = 4,
         max_num_seqs: int = 8,
@@ -52,16 +53,19 @@ class Harness:
         copy_block_s: float = 0.0,
         min_lookahead: int = 0,  # pools are full, and sequences preempted, as often as can be
         token_s: float = 0.0,
+        answers_at_once: int = 1000,
         check_every: int = 1,
     ) -> None:
+        """`answers_at_once`: events of beams that are taken after each commit, at most."""
         self.depth = depth
+        self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.max_copies = max_copies
         self.runner = FakeRunner(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             num_host_slots=num_host_slots,
             copy_delay=copy_delay,
             store=store,
@@ -92,6 +96,7 @@ class Harness:
         self.num_scheduled = 0  # steps
         self._ids = itertools.count()
         self._num_commands = 0
+        self._answers_at_once = answers_at_once
         self._check_every = check_every
 
     # --- commands ----------------------------------------------------------------------------
@@ -155,15 +160,28 @@ class Harness:
         """Run the oldest step on the device and take in its result."""
         events = self.scheduler.commit(self.runner.step(self.in_flight.popleft()))
         assert self.runner.violations == [], self.runner.violations
+        self._note(events)
+        self.check()
+        return events + self.take_answers()
+
+    def take_answers(self) -> list[TokenEvent]:
+        """Events of beams: they come once these have ended."""
+        events = self.scheduler.take_answers(self._answers_at_once)
+        assert len(events) <= self._answers_at_once
+        assert all(sequence.is_beam for sequence, *_ in events)
+        self._note(events)
+        return events
+
+    def _note(self, events: list[TokenEvent]) -> None:
         for sequence, token_id, _, reason in events:
             assert sequence in self.live, f"{sequence} has an event after its last one"
-            assert (token_id == NO_TOKEN) == (reason is FinishReason.ERROR)
-            # The events of a beam come once it has ended.
+            if token_id == NO_TOKEN and reason is FinishReason.STOP:
+                assert self.oracle(sequence) is None
+            else:
+                assert (token_id == NO_TOKEN) == (reason is FinishReason.ERROR)
             assert reason == sequence.finish_reason or (sequence.is_beam and reason is None)
             if reason is not None:
                 del self.live[sequence]
-        self.check()
-        return events
 
     def finish(self, sequence: Sequence, reason: FinishReason = FinishReason.ABORT) -> None:
         """Beams end together."""
@@ -194,6 +212,8 @@ class Harness:
             return self.commit()
         if self.store is not None and self.store.num_pending:
             self.deliver()
+        elif self.scheduler.has_answers:
+            return self.take_answers()
         else:
             assert not self.live, "nothing is in flight, scheduled or expected of the store"
         return []
@@ -217,28 +237,29 @@ class Harness:
         if self._num_commands % self._check_every == 0:
             self.scheduler.check_integrity()
 
-    def oracle(self, sequence: Sequence) -> list[int]:
-        """What it would answer alone."""
+    def oracle(self, sequence: Sequence) -> list[int] | None:
+        """What it would answer alone; None if a search has fewer answers than that."""
         request, params = sequence.request, sequence.request.sampling
         end_token_ids = {
             *params.stop_token_ids,
             *(() if params.ignore_eos else self.eos_token_ids),
         }
         if params.use_beam_search:
-            return expected_beams(
+            answers = expected_beams(
                 request.prompt_token_ids,
                 request.max_tokens,
-                VOCAB_SIZE,
+                self.vocab_size,
                 width=params.num_sequences,
                 num_return=params.n,
                 length_penalty=params.length_penalty,
                 early_stopping=params.early_stopping,
                 end_token_ids=end_token_ids,
-            )[sequence.choice]
+            )
+            return answers[sequence.choice] if sequence.choice < len(answers) else None
         return expected_tokens(
             request.prompt_token_ids,
             request.max_tokens,
-            VOCAB_SIZE,
+            self.vocab_size,
             end_token_ids=end_token_ids,
             min_tokens=params.min_tokens,
             temperature=params.temperature,
@@ -248,7 +269,7 @@ class Harness:
 
     def check_answer(self, sequence: Sequence) -> None:
         """A sequence that ended by itself has the oracle's answer; else the beginning of it."""
-        expected, output = self.oracle(sequence), sequence.output_token_ids
+        expected, output = self.oracle(sequence) or [], sequence.output_token_ids
         if sequence.is_beam and sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             return  # it never had an answer
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

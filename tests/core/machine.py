@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from core.harness import EOS, Harness
+from core.harness import EOS, VOCAB_SIZE, Harness
 from fakes import FakeStore
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -46,6 +46,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(0, 2),
         num_blocks=st.integers(4, 12),
         block_size=st.sampled_from([1, 2, 4]),
+        vocab_size=st.sampled_from([VOCAB_SIZE, VOCAB_SIZE, 2, 3]),
+        answers_at_once=st.sampled_from([1, 5, 1000]),
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.sampled_from([1, 3, 8, 64]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
@@ -72,10 +74,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """As much of it as fits."""
         scheduler = self.harness.scheduler
         num_tokens = scheduler.num_blocks * scheduler.block_size
-        prompt = prompt[: num_tokens - 1]
-        if prompt:
-            max_tokens = min(max_tokens, num_tokens - len(prompt))
-            self.sequences += self.harness.add(prompt, max_tokens, **rest)
+        prompt = prompt[:num_tokens]
+        max_tokens = min(max_tokens, num_tokens - len(prompt) + 1)  # the last isn't computed
+        self.sequences += self.harness.add(prompt, max_tokens, **rest)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -101,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_fewer=st.integers(0, 3),
         length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
         early_stopping=st.sampled_from([False, True, "never"]),
+        stop_token_ids=st.sampled_from([(), (), (0,), (0, 1, 2)]),
         priority=st.integers(0, 1),
     )
     def add_beams(self, common_len, end, max_tokens, width, num_fewer, **rest):
@@ -125,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish(self, place, reason):
         live = list(self.harness.live)
         sequence = live[place % len(live)]
+        reason = sequence.finish_reason or reason  # a beam may have ended, and not yet be told
         self.harness.finish(sequence, reason)
         self.harness.finish(sequence, FinishReason.ERROR)
         assert sequence.finish_reason is reason
@@ -145,7 +148,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if output is None:
             store = self.harness.store
             waits = store is not None and store.num_pending
-            assert waits or not (idle and self.harness.live), "I5: work, nothing on its way"
+            has_work = any(s.finish_reason is None for s in self.harness.live)
+            assert waits or not (idle and has_work), "I5: work, nothing on its way"
 
     @precondition(lambda self: self.harness.in_flight)
     @rule()
@@ -219,7 +223,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["commands"] += 1
         scheduler = self.harness.scheduler
         assert scheduler.num_in_flight_steps == len(self.harness.in_flight)
-        num_live = len({s for first in self.harness.live for s in _all_of(first)})
+        going_on = [s for s in self.harness.live if s.finish_reason is None]
+        num_live = len({s for first in going_on for s in _all_of(first)})
         assert scheduler.num_running + scheduler.num_waiting == num_live
 
     def teardown(self):
@@ -239,6 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.check_answer(sequence)
             self.seen["answers"] += sequence.finish_reason in ended
             self.seen["beams"] += sequence.is_beam and sequence.finish_reason in ended
+            self.seen["missing"] += self.harness.oracle(sequence) is None
         self.sequences.clear()
         self.seen.update(
             steps=self.harness.num_scheduled,

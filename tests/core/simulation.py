@@ -105,6 +105,8 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
         copy_block_s=0.0001,
         token_s=rng.choice((0.00001, 0.0001)),
         min_lookahead=rng.choice((0, 0, 0, 0, 0, 4)),
+        vocab_size=rng.choice((VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE, 3)),
+        answers_at_once=rng.choice((3, 1000)),
         check_every=50,
     )
     arrivals = [draw_arrival(rng, max_num_tokens) for _ in range(num_requests)]
@@ -155,6 +157,8 @@ class _Episode:
             if harness.in_flight:
                 steps_crc = zlib.crc32(encode_step(harness.in_flight[0]), steps_crc)
                 harness.commit()
+            elif harness.scheduler.has_answers:
+                harness.take_answers()
             elif harness.store is not None:
                 harness.deliver()
             if harness.store is not None and self.rng.random() < 0.3:
@@ -182,7 +186,9 @@ class _Episode:
             stops = sequence.num_output_tokens and not sequence.is_beam
             if sequence in harness.live:
                 harness.finish(sequence, FinishReason.STOP if stops else FinishReason.ABORT)
-                if not sequence.is_beam:
+                if sequence.is_beam:  # it may have ended, and been told a part
+                    self.sequences = [s for s in self.sequences if s.group is not sequence.group]
+                else:
                     output = sequence.output_token_ids  # STOP, but not where the oracle stops
                     assert output == harness.oracle(sequence)[: len(output)]
                     self.sequences.remove(sequence)

@@ -10,7 +10,7 @@ from array import array
 import pytest
 import torch
 import transformers
-from beams import generate, replay
+from beams import generate, replay, tokens_of
 
 from streamkv.core.beam import BeamSearch
 from streamkv.protocol import FinishReason, RowLogprobs, pack_ints
@@ -78,7 +78,7 @@ def test_a_beam_for_every_output_finds_the_best_of_all(penalty):
         scores = {output: total / len(output) ** penalty for output, total in answers.items()}
         best = sorted(scores, key=lambda output: -scores[output])
         found = search(model, len(best), max_tokens=4, penalty=penalty)
-        assert [one.token_ids for one in found] == best
+        assert [tokens_of(one) for one in found] == best
         assert [one.score for one in found] == pytest.approx([scores[one] for one in best])
         totals = [answers[one] for one in best]
         assert [one.cumulative_logprob for one in found] == pytest.approx(totals)
@@ -120,7 +120,7 @@ def test_the_candidates_asked_for_are_enough(penalty, early):
         options = {"max_tokens": 7, "end": end, "penalty": penalty, "early": early}
         expected = plain_beam_search(model, width, **options)
         found = search(model, width, num_candidates=width + len(end), **options)
-        assert [one.token_ids for one in found] == [output for _, output in expected]
+        assert [tokens_of(one) for one in found] == [output for _, output in expected]
         assert [one.score for one in found] == pytest.approx([score for score, _ in expected])
 
 
@@ -174,7 +174,7 @@ def test_it_answers_like_transformers(llama, end, bias, max_tokens, penalty, ear
             chosen = replay(beams, expected.steps, width + len(end))
             assert beams.is_done and len(chosen) == 1 + len(expected.steps)
             found = beams.hypotheses()
-            assert [one.token_ids for one in found] == expected.outputs[:num_return]
+            assert [tokens_of(one) for one in found] == expected.outputs[:num_return]
             # Rounded to float32 like transformers' they are equal, not only close.
             assert [one.score for one in found] == expected.scores[:num_return]
             reasons.update(one.finish_reason for one in found)
@@ -198,7 +198,7 @@ def test_one_beam_is_greedy_as_in_transformers(llama):
         replay(beams, [logits.log_softmax(-1) for logits in expected.scores], 2)
         assert beams.is_done
         output = expected.sequences[0, NUM_PROMPT_TOKENS:].tolist()
-        assert [list(one.token_ids) for one in beams.hypotheses()] == [output]
+        assert [list(tokens_of(one)) for one in beams.hypotheses()] == [output]
         lengths.add(len(output))
     assert 1 < len(lengths) and min(lengths) < 14
 
@@ -209,20 +209,19 @@ def test_one_beam_is_greedy_as_in_transformers(llama):
 def test_answers_tell_how_likely_each_token_was():
     model = random_model(1, 12, end=(0,), bonus=1.0)
     for one in search(model, 3, max_tokens=6):
-        assert len(one.logprobs) == len(one.token_ids)
-        for place, (token_id, logprobs) in enumerate(zip(one.token_ids, one.logprobs, strict=True)):
-            expected = model(one.token_ids[:place])
-            assert logprobs.logprob == expected[token_id]
-            assert logprobs.rank == 1 + sum(value > expected[token_id] for value in expected)
+        for place, link in enumerate(one.links()):
+            expected, logprobs = model(tokens_of(one)[:place]), link.logprobs
+            assert logprobs.logprob == expected[link.token_id]
+            assert logprobs.rank == 1 + sum(value > logprobs.logprob for value in expected)
             assert logprobs.top_logprobs == row(expected).top_logprobs
-        total = sum(logprobs.logprob for logprobs in one.logprobs)
+        total = sum(link.logprobs.logprob for link in one.links())
         assert one.cumulative_logprob == pytest.approx(total)
 
 
 def test_an_end_token_at_full_length_is_a_stop():
     model = random_model(1, 4, end=(0,), bonus=1.0)
     found = search(model, 4, max_tokens=1)
-    assert {one.token_ids: one.finish_reason for one in found} == {
+    assert {tokens_of(one): one.finish_reason for one in found} == {
         (0,): FinishReason.STOP,
         (1,): FinishReason.LENGTH,
         (2,): FinishReason.LENGTH,
@@ -236,7 +235,7 @@ def test_an_end_token_behind_the_best_is_no_answer():
     assert beams.advance([row([-3.0, -1.0, -2.0, -4.0])]) == [(0, 1), (0, 2)]
     first, second = row([-0.1, -9.0, -0.2, -5.0]), row([-2.0, -9.0, -9.0, -9.0])
     assert beams.advance([first, second]) == [(0, 2), (0, 3)]
-    assert [one.token_ids for one in beams.hypotheses()] == [(1, 0)]
+    assert [tokens_of(one) for one in beams.hypotheses()] == [(1, 0)]
 
 
 def test_of_equal_scores_the_better_beam_is_first():

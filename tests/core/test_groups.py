@@ -4,6 +4,7 @@ import pytest
 from core.harness import EOS, VOCAB_SIZE, Harness, rows
 from fakes import expected_beams
 
+from streamkv.core.scheduler import NO_TOKEN
 from streamkv.core.sequence import SequenceStatus
 from streamkv.errors import CapacityError
 from streamkv.protocol import CopyKind, FinishReason, Request, SamplingParams, unpack_ints
@@ -351,6 +352,62 @@ def test_what_a_failed_step_should_have_computed_for_beams_is_not_cached():
         harness.check_answer(sequence)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("vocab_size", "max_tokens", "stop_token_ids", "num_answers"),
+    [(3, 1, (), 3), (2, 2, (), 4), (2, 5, (0, 1), 2), (1, 1, (), 1)],
+)
+def test_choices_without_an_answer_end_too(
+    vocab_size, max_tokens, stop_token_ids, num_answers, depth
+):
+    harness = Harness(depth=depth, vocab_size=vocab_size)
+    sequences = beams(harness, n=5, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    other = harness.add_one([1, 2], 9)
+    ends = [e for e in harness.run() if e.finish_reason is not None and e.sequence is not other]
+    assert [event.sequence for event in ends] == sequences
+    missing = [(event.token_id, event.finish_reason) for event in ends[num_answers:]]
+    assert missing == [(NO_TOKEN, FinishReason.STOP)] * (5 - num_answers)
+    for place, sequence in enumerate(sequences):
+        harness.check_answer(sequence)
+        assert (sequence.output_token_ids == []) == (place >= num_answers)
+
+
+def test_answers_are_taken_in_pieces_while_others_go_on():
+    harness = Harness(answers_at_once=2)
+    first, second = beams(harness, max_tokens=5, n=2), beams(harness, [1, 2], 5, n=2)
+    events = []
+    while not harness.scheduler.has_answers:
+        events += harness.advance()
+    assert harness.scheduler.num_held_blocks == 0
+    assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (0, 0)
+    other = harness.add_one([1], 4)
+    while harness.scheduler.has_answers:
+        events += harness.advance()
+    of_beams = [event for event in events if event.sequence is not other]
+    assert [e.sequence.group for e in of_beams[:6:2]] == [
+        one[0].group for one in (first, second, first)
+    ]
+    for sequence in (*first, *second):
+        harness.check_answer(sequence)
+        own = [event.token_id for event in of_beams if event.sequence is sequence]
+        assert own == sequence.output_token_ids
+    harness.run()
+    harness.check_answer(other)
+
+
+def test_of_answers_that_nobody_wants_any_more_the_rest_is_dropped():
+    harness = Harness(answers_at_once=3)
+    first, second = beams(harness, max_tokens=5, n=2), beams(harness, [1, 2], 5, n=2)
+    while harness.live.keys() >= {*first, *second}:
+        harness.advance()
+    harness.finish(first[1])
+    harness.finish(first[0])
+    events = harness.run()
+    assert {event.sequence for event in events} <= {*second}
+    for sequence in second:
+        harness.check_answer(sequence)
+
+
 def beam_request(width: int, num_prompt_tokens: int = 6, max_tokens: int = 6) -> Request:
     return Request(
         request_id="r",
@@ -372,6 +429,58 @@ def test_more_beams_than_rows_are_refused():
         "ask for fewer, or start the server with a higher --max-num-seqs"
     )
     assert error.value.param == "best_of"
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "most", "flags"),
+    [
+        (9, 4, 4, "--max-num-batched-tokens"),
+        (4, 9, 4, "--max-num-seqs"),
+        (4, 3, 3, "--max-num-seqs and --max-num-batched-tokens"),
+    ],
+)
+def test_what_keeps_beams_from_running_at_once_is_named(
+    max_num_seqs, max_num_batched_tokens, most, flags
+):
+    scheduler = Harness(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    ).scheduler
+    with pytest.raises(CapacityError, match=f"at most {most} beams, .* with a higher {flags}$"):
+        scheduler.add(beam_request(5))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("width", "num_prompt_tokens", "max_tokens"),
+    [(2, 30, 1), (5, 4, 1), (2, 15, 2), (3, 8, 2), (4, 6, 2), (2, 1, 6), (1, 4, 5)],
+)
+def test_beams_that_fit_to_the_last_block_run_and_with_one_less_are_refused(
+    width, num_prompt_tokens, max_tokens, block_size
+):
+    num_full, num_computed = num_prompt_tokens // block_size, num_prompt_tokens + max_tokens - 1
+    num_blocks = num_full + width * (-(-num_computed // block_size) - num_full)
+    if max_tokens == 1:  # the prompt's row has all answers
+        num_blocks = -(-num_prompt_tokens // block_size)
+    prompt = [5] * num_prompt_tokens
+    if num_blocks > 1:
+        with pytest.raises(CapacityError, match=f"needs {num_blocks} .* has {num_blocks - 1} "):
+            beams(
+                Harness(num_blocks=num_blocks - 1, block_size=block_size),
+                prompt,
+                max_tokens,
+                n=width,
+            )
+    harness = Harness(num_blocks=num_blocks, block_size=block_size)
+    for _ in range(2):  # the second finds the prompt cached
+        sequences = beams(harness, prompt, max_tokens, n=width)
+        most = 0
+        while harness.scheduler.has_work:
+            harness.fill()
+            most = max(most, harness.scheduler.num_held_blocks)
+            harness.commit()
+        assert most == num_blocks
+        for sequence in sequences:
+            harness.check_answer(sequence)
 
 
 def test_beams_that_do_not_fit_at_full_length_are_refused():

@@ -397,7 +397,7 @@ def test_a_smaller_pool_preempts_and_a_larger_one_goes_on():
 
 def test_a_pool_in_which_somebody_would_not_fit_any_more_is_refused():
     harness = Harness(num_blocks=12, block_size=2)
-    sequence = harness.add_one([1, 2, 3], 6)
+    sequence = harness.add_one([1, 2, 3], 7)
     with pytest.raises(CapacityError) as error:
         harness.scheduler.resize(4)
     assert str(error.value) == (
@@ -406,7 +406,7 @@ def test_a_pool_in_which_somebody_would_not_fit_any_more_is_refused():
     )
     harness.scheduler.resize(5)
     with pytest.raises(CapacityError, match="the pool has 5"):
-        harness.add_one([1, 2, 3, 4, 5], 6)
+        harness.add_one([1, 2, 3, 4, 5], 7)
     harness.run()
     harness.check_answer(sequence)
 

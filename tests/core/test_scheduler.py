@@ -180,10 +180,34 @@ def test_a_full_pool_of_partial_prompts_comes_to_an_end():
 
 def test_the_largest_admissible_request_runs_alone_in_the_whole_pool():
     harness = Harness(num_blocks=3, block_size=4, max_num_batched_tokens=3)
-    sequence = harness.add_one(range(5), 7)
+    sequence = harness.add_one(range(5), 8)
     harness.run()
     harness.check_answer(sequence)
-    assert sequence.num_output_tokens == 7
+    assert sequence.num_output_tokens == 8
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(1, 1), (4, 1), (3, 2), (5, 8)])
+def test_what_fits_to_the_last_block_runs_and_with_one_less_is_refused(
+    num_prompt_tokens, max_tokens, block_size
+):
+    num_blocks = -(-(num_prompt_tokens + max_tokens - 1) // block_size)
+    prompt = range(num_prompt_tokens)
+    if num_blocks > 1:
+        with pytest.raises(
+            CapacityError, match=f"^needs {num_blocks} blocks .* has {num_blocks - 1} "
+        ):
+            Harness(num_blocks=num_blocks - 1, block_size=block_size).add_one(prompt, max_tokens)
+    harness = Harness(num_blocks=num_blocks, block_size=block_size)
+    for _ in range(2):  # of what the first leaves, the second finds the most
+        sequence = harness.add_one(prompt, max_tokens)
+        most = 0
+        while harness.scheduler.has_work:
+            harness.fill()
+            most = max(most, harness.scheduler.num_held_blocks)
+            harness.commit()
+        assert most == num_blocks
+        harness.check_answer(sequence)
 
 
 def make_request(num_prompt_tokens: int, max_tokens: int) -> Request:
@@ -199,11 +223,11 @@ def make_request(num_prompt_tokens: int, max_tokens: int) -> Request:
 
 def test_a_request_that_could_never_fit_is_refused_with_the_numbers_and_the_remedy():
     scheduler = Harness(num_blocks=3, block_size=4).scheduler
-    scheduler.check_admissible(make_request(5, 7))
+    scheduler.check_admissible(make_request(5, 8))  # of 13 tokens, the last is not computed
     with pytest.raises(CapacityError) as error:
-        scheduler.add(make_request(5, 8))
+        scheduler.add(make_request(5, 9))
     assert str(error.value) == (
-        "needs 4 blocks of 4 tokens (5 in the prompt + max_tokens 8), the pool has 3 (12 tokens); "
+        "needs 4 blocks of 4 tokens (5 in the prompt + max_tokens 9), the pool has 3 (12 tokens); "
         "shorten the prompt, lower max_tokens, or start the server with more KV memory: "
         "--kv-cache-memory-bytes, --gpu-memory-utilization or --num-gpu-blocks-override"
     )

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 from engine.support import (
     TOKENIZER,
@@ -158,6 +159,39 @@ def test_a_conversation_too_long_at_first_sight_is_refused_before_it_is_tokenize
             with pytest.raises(ContextLengthError, match="messages: .* at least") as caught:
                 await engine.encode_chat([message])
             assert caught.value.param == "messages"
+
+    run(main)
+
+
+def test_who_exceeds_a_context_that_kv_memory_has_cut_is_told_what_gives_more():
+    runner = make_runner(num_blocks=32)
+    bound = "the context is cut from 1,000 to 128: more by --num-gpu-blocks-override"
+    runner.info = msgspec.structs.replace(runner.info, full_model_len=1000, kv_bound=bound)
+    more = (
+        ", or start the server with more KV memory: {} tokens need {} KV blocks of 4, there are "
+        f"32 ({bound})"
+    )
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+
+            async def refused(prompt, **params) -> str:
+                with pytest.raises(ContextLengthError) as caught:
+                    await engine.generate(prompt, greedy(**params)).collect()
+                return caught.value.message
+
+            message = await refused([1], max_tokens=200)
+            assert message == (
+                "max_tokens: the prompt's tokens (1) leave 127 of the context of 128, got 200; "
+                "shorten the prompt or lower max_tokens" + more.format(201, 51)
+            )
+            assert (await refused([1] * 128)).endswith(more.format(129, 33))
+            assert (await refused([1] * 999)).endswith(more.format(1000, 250))
+            assert (await refused([1] * 1000)).endswith("; shorten the prompt")
+            assert (await refused("a" * 9000)).endswith(more.format(693, 174))
+            with pytest.raises(ContextLengthError) as caught:
+                await engine.encode_chat([HI] * 129)
+            assert caught.value.message.endswith("; send fewer" + more.format(129, 33))
 
     run(main)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from engine.support import (
     until,
     until_idle,
 )
-from fakes import expected_beams
+from fakes import FakeRunner, expected_beams
 
 from streamkv import BeamSearchOutput, BeamSearchParams, Logprob
+from streamkv.engine import engine_loop
 from streamkv.engine.outputs import Usage
-from streamkv.errors import InvalidRequestError
+from streamkv.errors import EngineDeadError, InvalidRequestError
 from streamkv.protocol import FinishReason, SamplingParams
 
 PROMPT = [4, 5, 6]
@@ -85,6 +88,132 @@ def test_leaving_ends_all_beams():
             assert engine.stats().request_success_total["abort"] == 2
 
     run(main)
+
+
+FEW = [4, 5, 3]  # a prompt in a vocabulary of eight tokens
+
+
+def make_small_runner(**options: Any) -> FakeRunner:
+    return make_runner(vocab_size=8, avoid=(), **options)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_search_with_fewer_answers_than_choices_gives_those(streamed: bool):
+    runner = make_small_runner()
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            sampling = SamplingParams(n=16, use_beam_search=True, max_tokens=1)
+            async with engine.generate(FEW, sampling) as stream:
+                answers: Any = await (read(stream) if streamed else stream.collect())
+                assert [answer.choice for answer in answers] == list(range(8))
+                assert {answer.token_ids for answer in answers} == {(i,) for i in range(8)}
+                assert stream.usage == Usage(3, 0, 8)
+                assert stream.finish_s is not None
+            await until_idle(engine)
+            check_nothing_is_held(engine, runner)
+            total = engine.stats().request_success_total
+            assert (total["stop"], total["length"], sum(total.values())) == (1, 7, 8)
+
+    run(main)
+
+
+def test_llm_gives_as_many_answers_as_there_are():
+    runner = make_small_runner()
+    with make_llm(runner) as llm:
+        (found,) = llm.beam_search([FEW], BeamSearchParams(beam_width=9, max_tokens=1))
+        assert sorted(one.tokens for one in found.sequences) == [[*FEW, i] for i in range(8)]
+        sampling = SamplingParams(n=9, use_beam_search=True, max_tokens=1)
+        (output,) = llm.generate([FEW], sampling, use_tqdm=False)
+        assert [one.index for one in output.outputs] == list(range(8))
+        check_idle(llm, runner)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "ANSWERS_PER_TURN", 7)
+
+
+LONG = SamplingParams(n=4, use_beam_search=True, max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_the_answers_of_a_long_search_come_in_pieces_while_others_go_on():
+    runner = make_runner(avoid=())
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with engine.generate(PROMPT, LONG) as stream, asyncio.TaskGroup() as group:
+                reading = group.create_task(read(stream))
+                await until(lambda: stream.first_token_s is not None)
+                other = group.create_task(engine.generate([7]).collect())
+                nums = [stream.usage.num_generated_tokens]
+                while stream.finish_s is None:
+                    await asyncio.sleep(0)
+                    nums.append(stream.usage.num_generated_tokens)
+                assert max(after - before for before, after in itertools.pairwise(nums)) == 7
+            assert other.result()[0].finish_reason is not None
+            deltas = reading.result()
+            assert max(len(delta.token_ids) for delta in deltas) == 7
+            for choice, answer in enumerate(beams(40, 4, 4, end_token_ids=())):
+                own = [delta for delta in deltas if delta.choice == choice]
+                assert [token_id for delta in own for token_id in delta.token_ids] == answer
+                reasons = [delta.finish_reason for delta in own]
+                assert reasons == [None] * (len(own) - 1) + [FinishReason.LENGTH]
+            await until_idle(engine)
+            check_nothing_is_held(engine, runner)
+
+    run(main)
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("end", ["cancel", "leave", "abort", "end_requests", "close", "die"])
+def test_a_search_may_end_while_its_answers_come(end: str):
+    runner = make_runner(avoid=())
+
+    async def main() -> None:
+        engine = make_engine(runner)
+        async with engine:
+            stream = engine.generate(PROMPT, LONG, request_id="r")
+            async with stream:
+                await until(lambda: stream.usage.num_generated_tokens > 50)
+                if end == "cancel":
+                    stream.cancel()
+                elif end == "abort":
+                    await engine.abort("r")
+                elif end == "end_requests":
+                    engine.end_requests()
+                elif end == "close":
+                    await engine.close()
+                elif end == "die":
+                    assert engine._loop is not None
+                    engine._loop.die(EngineDeadError("a test"))
+                if end in ("end_requests", "die"):
+                    with pytest.raises(EngineDeadError):
+                        await read(stream)
+                elif end != "leave":
+                    reasons = [delta.finish_reason for delta in await read(stream)]
+                    assert reasons == [FinishReason.LENGTH] + [FinishReason.ABORT] * 3
+            total = engine.stats().request_success_total
+            cut = "error" if end in ("end_requests", "die") else "abort"
+            assert (total["length"], total[cut], sum(total.values())) == (1, 3, 4)
+            if end in ("close", "die"):
+                return
+            await until_idle(engine)
+            check_nothing_is_held(engine, runner)
+            again = await engine.generate(PROMPT, LONG, request_id="r").collect()
+            assert [list(one.token_ids) for one in again] == beams(40, 4, 4, end_token_ids=())
+
+    run(main)
+
+
+@pytest.mark.parametrize("beam_width", [None, "3", 0, 65, 2.5])
+def test_a_beam_width_that_makes_no_sense_is_named(beam_width: Any):
+    with pytest.raises(InvalidRequestError, match=r"^beam_width: expected a ") as error:
+        BeamSearchParams(beam_width=beam_width, max_tokens=3).sampling_params()
+    assert error.value.param == "beam_width"
+    if beam_width != 2.5:
+        assert f"a number of beams in [1, 64], got {beam_width!r}" in str(error.value)
 
 
 def test_llm_searches_as_vllm_does():

@@ -252,7 +252,7 @@ def test_two_lines_at_ready_and_one_per_request_at_debug(caplog):
     ready, memory, request = (record for record in caplog.records)
     assert ready.levelno == memory.levelno == logging.INFO
     assert "fake is ready on cpu: " in ready.getMessage()
-    assert "64 blocks of 4 (0 MiB) hold 256 tokens, 2.0 sequences of 128" in memory.getMessage()
+    assert "64 blocks of 4 (2.0 KiB) for 256 tokens, 2.0 sequences of 128" in memory.getMessage()
     assert request.levelno == logging.DEBUG
     assert "mine ended: 3 prompt tokens" in request.getMessage()
 

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from loadtest.kv import restart as restart_files
-from loadtest.kv.__main__ import build_parser, chosen
+from loadtest.kv.__main__ import SCENARIOS, build_parser, chosen
 from loadtest.kv.chats import chats
 from loadtest.kv.client import Prompts, lognormal
 from loadtest.kv.fork import fork
 from loadtest.kv.metrics import Metrics, Sampler, parse_metrics
 from loadtest.kv.overload import overload
 from loadtest.kv.prefix import prefix
-from loadtest.kv.report import Report
+from loadtest.kv.report import ONE_ROUND, Report
 from loadtest.kv.restart import restart
 from loadtest.kv.servers import Lab, Server
 from loadtest.kv.waste import waste
@@ -32,8 +32,10 @@ ROOT = Path(__file__).parents[2]
 FAKE = (sys.executable, str(Path(__file__).parent / "fake_server.py"))
 
 
-def run(scenario: Callable[..., Awaitable[Report]], fault: str = "", **sizes: Any) -> Report:
-    lab = Lab((*FAKE, "--fault", fault), rounds=2, seed="test", is_quiet=True)
+def run(
+    scenario: Callable[..., Awaitable[Report]], fault: str = "", num_rounds: int = 2, **sizes: Any
+) -> Report:
+    lab = Lab((*FAKE, "--fault", fault), rounds=num_rounds, seed="test", is_quiet=True)
     return asyncio.run(scenario(lab, **sizes))
 
 
@@ -156,6 +158,14 @@ def test_wrong_options_say_what_was_expected(option, value, expected, capsys):
     assert f"argument {option}: {expected}" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_help_gives_each_default_and_how_long_each_scenario_takes():
+    said = " ".join(build_parser().format_help().split())
+    for default in ("all", "none", "20000", "3", "left out", "new in each run"):
+        assert f"(default: {default})" in said
+    times = said.split("Seconds, with 3 rounds", 1)[1].split(".", 1)[0]
+    assert all(f"{name} " in times for name in SCENARIOS)
+
+
 # --- scenarios -----------------------------------------------------------------------------------
 
 
@@ -208,11 +218,38 @@ def test_overload_compares_answers_and_one_refusal_ends_the_run():
     sizes = {"num_requests": 20, "num_fitting": 4}
     report = run(overload, **sizes)
     assert report.num_compared == 2 * 2 * 20 and not report.wrong
+    by_round = [note.split(", by round: ")[1].split(", ") for note in report.notes[:2]]
+    for row, shares in zip(report.rows, by_round, strict=False):
+        percents = [int(share.removesuffix("%")) for share in shares]
+        assert len(percents) == 2 and abs(100 * row.value - statistics.median(percents)) <= 1
     wrong = run(overload, "swap", **sizes).wrong
     assert len(wrong) == 2 * 20 and all("with swap space" in one for one in wrong)
     with pytest.raises(ExceptionGroup) as raised:
         run(overload, "refuse", **sizes)
     assert "HTTP 429" in str(raised.value.exceptions[0])
+
+
+def test_each_way_of_overload_goes_first_once_in_three_rounds(capsys):
+    lab = Lab(FAKE, rounds=3, seed="test")
+    asyncio.run(overload(lab, num_requests=4, num_fitting=2))
+    turns = [line.split(", ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert [turns[at : at + 3] for at in (0, 3, 6)] == [
+        ["all fit", "with swap space", "without"],
+        ["with swap space", "without", "all fit"],
+        ["without", "all fit", "with swap space"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "sizes"),
+    [
+        (chats, {"num_chats": 2, "num_turns": 2}),
+        (overload, {"num_requests": 4, "num_fitting": 2}),
+    ],
+)
+def test_times_of_one_round_are_said_to_be_so(scenario, sizes):
+    assert ONE_ROUND not in run(scenario, **sizes).notes
+    assert ONE_ROUND in run(scenario, num_rounds=1, **sizes).notes
 
 
 def test_a_restart_finds_what_was_kept_and_damage_is_told(monkeypatch):
@@ -277,7 +314,9 @@ def test_the_command_prints_a_table_and_a_document_and_its_exit_code_is_about_an
     done = run_command("--serve", serve, "--scenario", "prefix", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     *text, last = done.stdout.splitlines()
-    assert text[0].startswith("prefix: ") and text[-1] == "0 wrong answers, 0 targets missed"
+    assert text[0].startswith("prefix: prompts of 544 tokens")
+    assert text[0].removeprefix("prefix: ") not in done.stderr  # once is enough
+    assert text[-1] == "0 wrong answers, 0 targets missed"
     document = json.loads(last)
     assert document["config"]["rounds"] == 1 and "api_key" not in document["config"]
     assert document["scenarios"]["prefix"]["rows"][0]["at_most"] == 0.25

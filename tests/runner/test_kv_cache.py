@@ -13,9 +13,13 @@ from streamkv.runner.kv_cache import (
     MemoryBudget,
     MemoryShare,
     available_memory_bytes,
-    format_bytes,
 )
-from streamkv.runner.kv_plan import plan_host_slots, plan_kv_cache, plan_memory
+from streamkv.runner.kv_plan import (
+    flags_to_lower,
+    plan_host_slots,
+    plan_kv_cache,
+    plan_memory,
+)
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -113,22 +117,26 @@ def test_host_slots_are_what_was_asked_for_and_enough_for_the_way_to_the_disk():
 
 
 def test_host_slots_that_do_not_fit_are_refused_with_numbers():
-    with pytest.raises(ConfigError, match=r"--swap-space: 134217 KV blocks .* take 2.0 GiB, 1.0 G"):
+    with pytest.raises(
+        ConfigError, match=r"--swap-space.: 134,217 KV blocks .* take 2.0 GiB, 1.0 G"
+    ):
         slots(swap_space=2.0)
-    with pytest.raises(ConfigError, match=r"--kv-cache-dir: 64 KV .* take 1,000 KiB, 0 bytes are"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-dir.: 64 KV .* take 1,000 KiB, 0 bytes are"):
         slots(kv_cache_dir="kv", free_bytes=0)
     with pytest.raises(ConfigError, match=r"--swap-space.: .* for at least one .* 15.6 KiB, got"):
         slots(swap_space=0.00001)
-    with pytest.raises(ConfigError, match="1048576 KV blocks in host memory take 15.6 GiB"):
+    with pytest.raises(ConfigError, match="1,048,576 KV blocks in host memory take 15.6 GiB"):
         slots(swap_space=100.0)
 
 
-def whole_plan(model: ModelConfig, host_free_bytes: int | None = None, **config):
+def whole_plan(
+    model: ModelConfig, host_free_bytes: int | None = None, free_bytes: int = 40 * MIB, **config
+):
     return plan_memory(
         EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, **config),
         model,
         block_bytes=MIB,
-        free_bytes=40 * MIB,
+        free_bytes=free_bytes,
         limit_bytes=None,
         host_free_bytes=host_free_bytes,
     )
@@ -149,7 +157,84 @@ def test_host_slots_come_out_of_the_same_memory_unless_the_device_has_its_own():
     assert whole_plan(MODEL, **told).num_blocks == 32
     with pytest.raises(ConfigError, match="take 10.0 MiB, .* MiB are free.*bytes .33554432"):
         whole_plan(MODEL, **told, **swap)
-    assert whole_plan(MODEL, kv_cache_memory_bytes=1 << 30).num_blocks == 1024, "if told so"
+
+
+def test_more_kv_memory_than_is_free_is_refused_with_numbers_but_an_override_is_not():
+    told = {"kv_cache_memory_bytes": GIB}
+    expected = (
+        r"--kv-cache-memory-bytes.: KV blocks are to take 1.0 GiB, 39.9 MiB are free within "
+        r"--gpu-memory-utilization .0.9.: raise that, or lower --kv-cache-memory-bytes .1073741824."
+    )
+    with pytest.raises(ConfigError, match=expected):
+        whole_plan(MODEL, **told)
+    with pytest.raises(ConfigError, match="39.9 MiB are free: lower --kv-cache-memory-bytes"):
+        whole_plan(MODEL, **told, gpu_memory_utilization=1.0)
+    assert whole_plan(MODEL, num_gpu_blocks_override=1024).num_blocks == 1024
+    assert whole_plan(MODEL, num_gpu_blocks_override=1024, **told).num_blocks == 1024
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_flags_that_help():
+    def refused(**config) -> str:
+        with pytest.raises(ConfigError, match="the largest step needs") as caught:
+            whole_plan(MODEL, free_bytes=1000, **config)
+        return caught.value.message.partition("KV cache, ")[2]
+
+    lower = "lower --max-num-batched-tokens (16) or --max-num-seqs (2)"
+    assert refused(gpu_memory_utilization=0.01) == (
+        f"1,000 bytes are free within --gpu-memory-utilization (0.01): raise that, or {lower}"
+    )
+    assert refused(gpu_memory_utilization=1.0) == f"1,000 bytes are free: {lower}"
+    assert whole_plan(MODEL, free_bytes=1000, num_gpu_blocks_override=3).num_blocks == 3
+
+
+def test_only_flags_that_were_given_are_to_be_lowered():
+    assert flags_to_lower(EngineConfig()) == "--gpu-memory-utilization (0.9)"
+    config = EngineConfig(num_gpu_blocks_override=7, swap_space=0.5, kv_cache_dir="kv")
+    assert flags_to_lower(config) == "--num-gpu-blocks-override (7) or --swap-space (0.5)"
+
+    def remedies(host_free_bytes: int | None = None, **config) -> str:
+        with pytest.raises(ConfigError, match="in host memory take") as caught:
+            whole_plan(MODEL, host_free_bytes, **config)
+        return caught.value.message.partition("free")[2]
+
+    within = " within --gpu-memory-utilization (0.9): raise that, or "
+    assert remedies(swap_space=1.0) == f"{within}lower --swap-space (1)"
+    assert remedies(swap_space=1.0, kv_cache_dir="kv") == f"{within}lower --swap-space (1)"
+    assert remedies(kv_cache_dir="kv") == f"{within}leave out --kv-cache-dir"
+    told = {"kv_cache_memory_bytes": 32 * MIB}
+    also = "lower --kv-cache-memory-bytes (33554432)"
+    assert remedies(swap_space=1.0, **told) == f"{within}lower --swap-space (1) or {also}"
+    assert remedies(MIB, swap_space=1.0, **told) == ": lower --swap-space (1)"
+
+
+def test_the_plan_says_what_keeps_it_small_and_what_gives_more():
+    cut = "the context is cut from 4,096 to"
+    for changes, bound in (
+        ({}, f"{cut} 1,600: more by --gpu-memory-utilization or more free memory"),
+        ({"free_bytes": 16_000 * 256}, ""),
+        ({"free_bytes": GIB}, ""),
+        ({"num_blocks_override": 7}, f"{cut} 112: more by --num-gpu-blocks-override"),
+        ({"kv_memory_bytes": 16_000 * 9}, f"{cut} 144: more by --kv-cache-memory-bytes"),
+        ({"free_bytes": GIB, "limit_bytes": GIB - 1}, ""),
+        (
+            {"free_bytes": GIB, "limit_bytes": 16 * MIB},
+            "at most 16.0 MiB on a CPU: more by --kv-cache-memory-bytes",
+        ),
+        (
+            {"free_bytes": GIB, "limit_bytes": MIB},
+            f"at most 1.0 MiB on a CPU, {cut} 1,040: more by --kv-cache-memory-bytes",
+        ),
+        ({"max_model_len": 800}, ""),
+        (
+            {"free_bytes": 1 << 50, "block_size": 1, "max_context_len": 2**24},
+            "the context is cut from 16,777,216 to 1,048,576: more by a larger --block-size",
+        ),
+    ):
+        found = plan(**changes)
+        assert found.bound == bound
+        assert found.full_model_len == changes.get(
+            "max_model_len", changes.get("max_context_len", 4096)
+        )
 
 
 @pytest.mark.parametrize("num_blocks", [2**20 + 1, 2**26, 10**20])
@@ -174,24 +259,9 @@ def test_a_plan_never_has_more_blocks_than_the_books_can_hold():
 def test_a_context_without_room_for_an_answer_is_refused():
     with pytest.raises(ConfigError, match="--max-model-len.: expected at least 2"):
         plan(max_model_len=1)
-    with pytest.raises(ConfigError, match=r"1 KV blocks of 1 tokens, 500 bytes are free"):
+    with pytest.raises(ConfigError, match=r"1 KV block of 1 token: 500 bytes are free"):
         plan(block_size=1, free_bytes=500)
     assert plan(block_size=1, free_bytes=2000).max_model_len == 2
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1,023 bytes"),
-        (1024, "1.0 KiB"),
-        (int(1.5 * GIB), "1.5 GiB"),
-        (200 << 20, "200 MiB"),
-        (5000 << 40, "5,000 TiB"),
-    ],
-)
-def test_sizes_are_shown_in_units_that_fit(num_bytes, text):
-    assert format_bytes(num_bytes) == text
 
 
 def test_a_budget_is_shared_by_name():

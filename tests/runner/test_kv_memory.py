@@ -134,7 +134,7 @@ def test_host_slots_are_of_the_budget(folder, kind):
     assert sizes[0] - sizes[1] == int(0.01 * 2**30) // 8192 * 8192
     assert budget.free_bytes == 64 << 20
     config = structs.replace(base._config, swap_space=1.0)
-    with pytest.raises(ConfigError, match=r"--swap-space: .* take 1.0 GiB, .* MiB are free"):
+    with pytest.raises(ConfigError, match=r"--swap-space.: .* take 1.0 GiB, .* MiB are free"):
         type(base)(config, base._checkpoint, budget).load(lambda stage, fraction: None)
     assert budget.free_bytes == 64 << 20
 

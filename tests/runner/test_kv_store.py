@@ -270,7 +270,7 @@ def test_one_block_is_enough_room(folder):
 
 def test_one_process_has_the_folder(folder):
     with opened(folder) as driver:
-        with pytest.raises(ConfigError, match=r"another one is using.*--kv-cache-dir") as caught:
+        with pytest.raises(ConfigError, match=r"--kv-cache-dir.*another one is using") as caught:
             Driver(folder)
         assert str(folder) in str(caught.value)
         assert driver.write(0).ok
@@ -284,13 +284,18 @@ def test_folders_that_cannot_be_written(folder, monkeypatch, number, function):
     folder.mkdir(parents=True)
 
     def fail(*args):
-        raise OSError(number, os.strerror(number))
+        paths = args[:1] if function == "open" else ()
+        raise OSError(number, os.strerror(number), *paths)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, function, fail)
-        with pytest.raises(ConfigError, match="can be written.*--kv-cache-dir") as caught:
+        with pytest.raises(ConfigError, match="--kv-cache-dir.*can be written") as caught:
             Driver(folder)
     assert str(folder) in str(caught.value) and os.strerror(number) in str(caught.value)
+    remedies = ("free some space" in str(caught.value), "its permissions" in str(caught.value))
+    assert remedies == (number == errno.ENOSPC, number == errno.EACCES)
+    assert "delete" not in str(caught.value)
+    assert (str(folder / "lock") in str(caught.value)) == (function == "open")
     with opened(folder) as driver:  # the lock is free, and nothing is left
         assert driver.write(0).ok
 
@@ -300,6 +305,20 @@ def test_folders_that_are_none(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "folder", Path("/proc/nothing")):
         with pytest.raises(ConfigError, match=str(path)):
             Driver(path)
-    (tmp_path / "folder" / "lock").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="Is a directory"):
-        Driver(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("name", ("lock", "probe"))
+def test_a_file_that_is_none_is_named(folder, name):
+    folder.mkdir(parents=True)
+    path = folder / name
+    path.mkdir()
+    with pytest.raises(ConfigError, match=f"{path}: Is a directory; delete that, give another"):
+        Driver(folder)
+    path.rmdir()
+    path.symlink_to(folder / "elsewhere")
+    if name == "lock":
+        with pytest.raises(ConfigError, match=f"{path}: Too many .* links; delete that, give"):
+            Driver(folder)
+        path.unlink()
+    with opened(folder) as driver:
+        assert driver.write(0).ok

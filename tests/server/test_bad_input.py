@@ -165,6 +165,8 @@ CASES = [
     (TEXT, text(session_id="s", prompt=["a", "b"]), 400, "session_id"),
     (TEXT, text(session_id="s", session_ttl=-1), 400, "session_ttl"),
     (TEXT, text(session_id="s", session_ttl=1e9), 400, "session_ttl"),
+    (TEXT, text(session_ttl=3600), 400, "session_ttl"),
+    (CHAT, chat(session_ttl=0), 400, "session_ttl"),
     (TEXT, text(suffix="end"), 400, "suffix"),
     (TEXT, text(prompt_embeds="AA=="), 400, "prompt_embeds"),
     (TEXT, text(max_tokens=0), 400, "max_tokens"),

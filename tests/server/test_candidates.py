@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import expected_tokens, fake_logprobs
-from server.harness import MODEL, VOCAB_SIZE, Server, serve
+from server.harness import MODEL, VOCAB_SIZE, Server, fake_runner, serve
 from websockets.sync.client import connect
 
 PROMPT = [5, 6, 7]
@@ -98,6 +98,40 @@ def test_beams_give_their_hypotheses_best_first(server: Server, path: str) -> No
         assert not choice["logprobs"]
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_beams_take_what_chooses_no_tokens(server: Server, path: str) -> None:
+    body = {
+        **({"prompt": PROMPT, "logprobs": 1} if path == TEXT else {"messages": [USER]}),
+        **{"max_tokens": 4, "n": 2, "best_of": 4, "use_beam_search": True},
+        **{"length_penalty": 0.5, "early_stopping": "never", "temperature": 0, "seed": 7},
+        **{"stop_token_ids": [9], "ignore_eos": True, "skip_special_tokens": False},
+        **{"include_stop_str_in_output": True, "cache_salt": "s", "session_id": "a"},
+    }
+    with server.client() as client:
+        answer = client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 8, "of those that are given"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_beams_give_as_many_answers_as_there_are(stream: bool) -> None:
+    body = {"prompt": [4, 5, 3], "max_tokens": 1, "n": 16, "use_beam_search": True}
+    with serve(fake_runner(vocab_size=8)) as server, server.client() as client:
+        answer = client.post(TEXT, json=body | {"stream": stream, "return_token_ids": True})
+        best = client.post(TEXT, json=body | {"n": 1, "best_of": 16}).json()
+    if not stream:
+        chunks = [answer.json()]
+    else:
+        *lines, done = answer.text.strip().split("\n\n")
+        assert done == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["index"] for choice in choices] == list(range(8))
+    assert sorted(choice["token_ids"] for choice in choices) == [[i] for i in range(8)]
+    assert all(choice["finish_reason"] for choice in choices)
+    assert len(best["choices"]) == 1
+
+
 def sessions(server: Server) -> int:
     return server.engine.stats().num_sessions
 
@@ -109,8 +143,12 @@ def test_a_session_is_kept_by_field_or_header_for_its_salt_alone() -> None:
             assert client.post(TEXT, json=body | more).status_code == 200
         server.wait_idle()
         assert sessions(server) == 2
-        answer = client.post(TEXT, json=body, headers={"X-Session-Id": "c"})
-        assert answer.status_code == 200
+        timed = body | {"session_ttl": 60}
+        answer = client.post(TEXT, json=timed, headers={"X-Session-Id": "c"})
+        assert answer.status_code == 200, "the header names a session too"
+        refused = client.post(TEXT, json=timed)
+        assert refused.status_code == 400
+        assert "expected a session_id (or the header X-Session-Id)" in refused.text
         salted = body | {"session_id": "a", "cache_salt": "of another"}
         assert client.post(TEXT, json=salted).status_code == 200
         server.wait_idle()
@@ -129,9 +167,13 @@ def test_a_session_is_kept_by_field_or_header_for_its_salt_alone() -> None:
 def test_the_socket_takes_sessions_too() -> None:
     event = {"type": "response.create", "input": "hi " * 20, "max_output_tokens": 2}
     with serve() as server:
+        with connect(f"ws://{server.host}{RESPONSES}") as socket:
+            socket.send(json.dumps(event | {"session_ttl": 60}))
+            refused = json.loads(socket.recv(10))
+            assert (refused["status"], refused["error"]["param"]) == (400, "session_ttl")
         headers = {"X-Session-Id": "of the connection"}
         with connect(f"ws://{server.host}{RESPONSES}", additional_headers=headers) as socket:
-            for more in ({}, {"session_id": "another"}):
+            for more in ({"session_ttl": 60}, {"session_id": "another"}):
                 socket.send(json.dumps(event | more))
                 while json.loads(socket.recv(10))["type"] != "response.incomplete":
                     pass

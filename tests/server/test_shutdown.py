@@ -203,6 +203,8 @@ def test_a_signal_lets_short_answers_finish_over_sse_websocket_and_json() -> Non
     assert answer.json()["usage"]["completion_tokens"] == 8
     assert exit_code == -signal.SIGTERM
     assert_quiet(log)
+    waiting = f"shutting down: waiting for 3 answers, {DEADLINE_S:g} s at most; a second signal"
+    assert waiting in log and log.rstrip().endswith(":shut down")
 
 
 def test_after_the_grace_long_answers_are_ended_and_told_so() -> None:

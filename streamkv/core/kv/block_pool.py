@@ -13,6 +13,8 @@ Host slots have a pool as well.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..integrity import IntegrityError
 
 _FREE, _PINNED = 0, 1  # the entries that are the ends of the lists; block b's entry is b + _BLOCKS
@@ -83,16 +85,28 @@ class BlockPool:
         if count == 0:
             if block_id >= self.num_blocks:
                 self._num_retiring -= 1
-            elif reuse_first or pinned:
+            else:
                 self._link(block_id, reuse_first, pinned)
-            else:  # as `_link` does it: there is one for each block of each table
-                previous, following, entry = self._prev, self._next, block_id + _BLOCKS
-                before = previous[_FREE]
-                following[before] = entry
-                previous[_FREE] = entry
-                previous[entry] = before
-                following[entry] = _FREE
-                self.num_free += 1
+
+    def release_all(self, block_ids: Iterable[int]) -> None:
+        """One reference less of each, which must be below `num_blocks`; the free ones go last."""
+        ref_counts, previous, following = self.ref_counts, self._prev, self._next
+        last = previous[_FREE]
+        num_freed = 0
+        for block_id in block_ids:
+            count = ref_counts[block_id] - 1
+            ref_counts[block_id] = count
+            if count == 0:
+                entry = block_id + _BLOCKS
+                following[last] = entry
+                previous[entry] = last
+                last = entry
+                num_freed += 1
+            elif count < 0:
+                raise IntegrityError("I1", f"block {block_id} was released, but not referenced")
+        following[last] = _FREE
+        previous[_FREE] = last
+        self.num_free += num_freed
 
     def touch(self, block_id: int, reuse_first: bool = False, pinned: bool = False) -> None:
         """Put a block, if it is free, where `release` would put it now."""

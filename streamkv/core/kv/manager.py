@@ -237,12 +237,17 @@ class KVManager:
         num_full, num_tail_tokens = num_tokens // block_size, num_tokens % block_size
         if first > num_full or (first == num_full and not (tail and num_tail_tokens)):
             return
-        parent = node or self.tree.root(self._salt(sequence.request))
+        parent, cached = node or self.tree.root(self._salt(sequence.request)), self.tree.blocks
         for index in range(first, num_full):
             key = token_ids[index * block_size : (index + 1) * block_size].tobytes()
             node = parent = parent.children.get(key) or parent.add_child(key)
             if node.block_id < 0:
-                self._tiers.fill(node, table[index])
+                block_id = table[index]
+                if cached[block_id] is None and node.slot < 0:  # a new one; as `fill` does it
+                    cached[block_id] = node
+                    node.block_id = block_id
+                else:
+                    self._tiers.fill(node, block_id)
         sequence.prefix_node = node
         if self._tails:
             self._tails.pop(sequence, None)  # its block may be full by now
@@ -275,12 +280,16 @@ class KVManager:
         for block_id in reversed(table[len(path) :]):
             tiers.release_block(block_id)
         pool, end = self.pool, self.pool.num_blocks
+        plain: list[int] = []  # as most are; in one go
         for node, block_id in zip(reversed(path), reversed(table[: len(path)]), strict=True):
-            if node.block_id == block_id < end and node.slot < 0:
-                pool.release(block_id, False, node.pins > 0)
-            else:
-                tiers.release_block(block_id)
-                tiers.touch(node)
+            if node.block_id == block_id < end and node.slot < 0 and not node.pins:
+                plain.append(block_id)
+                continue
+            pool.release_all(plain)
+            plain.clear()
+            tiers.release_block(block_id)
+            tiers.touch(node)
+        pool.release_all(plain)
         if keep is Keep.GIVE_UP:
             self._give_up(path)
         sequence.block_table = []

@@ -91,14 +91,15 @@ class PrefixNode:
 
     def add_child(self, key: bytes) -> PrefixNode:
         """A new one, nowhere yet."""
-        child = PrefixNode(self, key)
-        if not self.children:
-            self.children = {}
-        self.children[key] = child
+        child, children = PrefixNode(self, key), self.children
+        if not children:
+            self.children = {key: child}
+            return child
+        children[key] = child
         if self.sorted_keys is not None:
             self.sorted_keys.add(key)
-        elif len(self.children) > _FEW:
-            self.sorted_keys = SortedKeys(self.children)
+        elif len(children) > _FEW:
+            self.sorted_keys = SortedKeys(children)
         return child
 
     def remove_child(self, child: PrefixNode) -> None:

@@ -125,7 +125,7 @@ class Storing:
         if result.ok and result.record >= 0:
             self._stats.num_store_writes += 1
             self._tiers.set_record(node, result.record)
-        else:
+        elif not result.ok:
             self._stats.num_store_failures += 1
         node.num_users -= 1
         self._tiers.release_slot(slot)
