@@ -290,8 +290,8 @@ class EngineLoop:
                 self._fail(entry, GenerationError(message))
             elif event.token_id == NO_TOKEN:
                 entry.mailbox.leave_out(event.sequence.choice)
-                if entry.mailbox.done:
-                    self._forget(entry)
+                self.scheduler.finish(event.sequence, FinishReason.STOP)  # nor for those behind it
+                self._forget(entry)
             else:
                 self._push(entry, event)
 

@@ -75,9 +75,10 @@ class Mailbox:
         return output.finish_reason
 
     def leave_out(self, choice: int) -> None:
-        """A beam search has no answer for this choice, nor for any after it."""
+        """A beam search has no answer for this choice, nor for any after it: those before it, which
+        have ended, are all."""
+        self._count_ends(len(self.choices) - choice)
         self.choices = self.choices[:choice]
-        self._count_end()
         self._wake()
 
     def finish(self, reason: FinishReason) -> None:
@@ -136,7 +137,7 @@ class Mailbox:
 
     def _announce(self, output: ChoiceOutput) -> None:
         if output.finish_reason is not None:
-            self._count_end()
+            self._count_ends(1)
         if self._num_best is None:
             self._offer(output)
         elif self._num_unfinished == 0:
@@ -145,8 +146,8 @@ class Mailbox:
                 self._offer(best)
         self._wake()
 
-    def _count_end(self) -> None:
-        self._num_unfinished -= 1
+    def _count_ends(self, num: int) -> None:
+        self._num_unfinished -= num
         if self._num_unfinished == 0:
             self.finish_s = time.monotonic()
 

@@ -97,8 +97,12 @@ def make_small_runner(**options: Any) -> FakeRunner:
     return make_runner(vocab_size=8, avoid=(), **options)
 
 
+@pytest.mark.parametrize("num_at_once", [1, 3, 10, 500])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_search_with_fewer_answers_than_choices_gives_those(streamed: bool):
+def test_a_search_with_fewer_answers_than_choices_gives_those(
+    streamed: bool, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_loop, "ANSWERS_PER_TURN", num_at_once)
     runner = make_small_runner()
 
     async def main() -> None:
@@ -110,10 +114,15 @@ def test_a_search_with_fewer_answers_than_choices_gives_those(streamed: bool):
                 assert {answer.token_ids for answer in answers} == {(i,) for i in range(8)}
                 assert stream.usage == Usage(3, 0, 8)
                 assert stream.finish_s is not None
-            await until_idle(engine)
-            check_nothing_is_held(engine, runner)
             total = engine.stats().request_success_total
             assert (total["stop"], total["length"], sum(total.values())) == (1, 7, 8)
+            async with engine.generate(FEW, sampling) as stream:
+                await until(lambda: stream.usage.num_generated_tokens == 8)
+                stream.cancel()  # nobody may have been told yet that there are no more
+                reasons = [delta.finish_reason for delta in await read(stream)]
+                assert len([one for one in reasons if one is not FinishReason.ABORT]) == 8
+            await until_idle(engine)
+            check_nothing_is_held(engine, runner)
 
     run(main)
 
