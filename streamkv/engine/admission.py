@@ -81,8 +81,8 @@ def check_priority(priority: object) -> None:
         )
 
 
-def check_session(session_id: object, ttl_s: object, *, can_keep: bool) -> None:
-    """InvalidRequestError unless it can be kept under that name, for so long."""
+def check_session(session_id: object, ttl_s: object, *, can_keep: bool) -> float:
+    """For how many seconds it is kept. InvalidRequestError unless it can be, under that name."""
     check_name("session_id", session_id)
     if session_id and not can_keep:
         raise InvalidRequestError(
@@ -90,11 +90,20 @@ def check_session(session_id: object, ttl_s: object, *, can_keep: bool) -> None:
             "server with --enable-prefix-caching",
             param="session_id",
         )
+    if ttl_s is None:
+        return SESSION_TTL_S
+    if not session_id:
+        raise InvalidRequestError(
+            "session_ttl: expected a session_id (or the header X-Session-Id) beside it, got none; "
+            "name the session, or leave it out",
+            param="session_ttl",
+        )
     if type(ttl_s) not in (int, float) or not 0 <= cast("float", ttl_s) <= MAX_SESSION_TTL_S:
         raise InvalidRequestError(
             f"session_ttl: expected seconds, 0 to {MAX_SESSION_TTL_S:.0f}, got {ttl_s!r:.100}",
             param="session_ttl",
         )
+    return float(cast("float", ttl_s))
 
 
 def check_unicode(text: str, name: str = "prompt") -> None:

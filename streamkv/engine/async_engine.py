@@ -27,7 +27,6 @@ from ..errors import (
 from ..protocol import Runner, RunnerInfo, SamplingParams, StepOutput
 from ..text.tokenizer import Tokenizer
 from .admission import (
-    SESSION_TTL_S,
     build_request,
     check_name,
     check_priority,
@@ -241,7 +240,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         session_id: str = "",
-        session_ttl_s: float = SESSION_TTL_S,
+        session_ttl_s: float | None = None,
         queue_places: int | None = None,
     ) -> TokenStream:
         """A stream to enter with `async with`; nothing happens before, not even the checks (but
@@ -249,10 +248,10 @@ class AsyncEngine:
 
         `model` is one of `model_ids` (empty: the first). `priority`: lower runs first. Prefix
         blocks are shared only between equal `cache_salt`s. With a `session_id`, which is its
-        `cache_salt`'s own, the blocks of prompt and answer are kept for `session_ttl_s` after the
-        end, or until the session's next request has ended. `queue_places`: for how many sequences
-        the queue must have room; None: its own. Of requests that belong together the first asks
-        for all, the others for 0.
+        `cache_salt`'s own, the blocks of prompt and answer are kept for `session_ttl_s` (an hour)
+        after the end, or until the session's next request has ended. `queue_places`: for how many
+        sequences the queue must have room; None: its own. Of requests that belong together the
+        first asks for all, the others for 0.
         """
         return TokenStream(
             request_id=request_id or f"req-{secrets.token_hex(12)}",
@@ -295,7 +294,7 @@ class AsyncEngine:
         check_name("request_id", stream.request_id)
         check_name("cache_salt", stream.cache_salt)
         can_keep = self.config.enable_prefix_caching
-        check_session(stream.session_id, stream.session_ttl_s, can_keep=can_keep)
+        ttl_s = check_session(stream.session_id, stream.session_ttl_s, can_keep=can_keep)
         check_priority(stream.priority)
         prompt = check_prompt(stream.prompt, self.info)
         if isinstance(prompt, str):
@@ -312,7 +311,7 @@ class AsyncEngine:
             priority=stream.priority,
             cache_salt=stream.cache_salt,
             session_id=stream.session_id,
-            session_ttl_s=stream.session_ttl_s,
+            session_ttl_s=ttl_s,
         )
         loop.scheduler.check_admissible(request)
         loop.check_queue(stream.queue_places, self.config.max_num_queued_reqs)

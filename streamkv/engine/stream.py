@@ -54,7 +54,7 @@ class TokenStream:
         priority: int,
         cache_salt: str,
         session_id: str,
-        session_ttl_s: float,
+        session_ttl_s: float | None,
         queue_places: int | None,
         admit: Callable[[TokenStream], Awaitable[Admission]],
     ) -> None:

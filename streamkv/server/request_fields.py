@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import HTTPConnection
 
-from ..engine.admission import MAX_SESSION_TTL_S, SESSION_TTL_S
+from ..engine.admission import MAX_SESSION_TTL_S
 from ..engine.async_engine import AsyncEngine
 from ..engine.stream import TokenStream
 from ..errors import InvalidRequestError
@@ -134,18 +134,12 @@ class GenerationFields(SamplingFields, kw_only=True):
                     f"{len(session_id)}",
                     param="session_id",
                 )
-        if self.session_ttl is not None and not session_id:
-            raise InvalidRequestError(
-                "session_ttl: expected a session_id (or the header X-Session-Id) beside it, got "
-                "none; name the session, or leave it out",
-                param="session_ttl",
-            )
         return ForEngine(
             model=self.model or "",
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             session_id=session_id,
-            session_ttl_s=SESSION_TTL_S if self.session_ttl is None else self.session_ttl,
+            session_ttl_s=self.session_ttl,
         )
 
 
@@ -156,7 +150,7 @@ class ForEngine(TypedDict):
     priority: int
     cache_salt: str
     session_id: str
-    session_ttl_s: float
+    session_ttl_s: float | None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
