@@ -17,6 +17,7 @@ from .sequence import NO_ROW, Sequence
 from .step_plan import StepPlan
 
 MAX_LOOKAHEAD = 1024  # tokens
+RECHECK_STEPS = 8  # after which the head that did not fit is looked up again
 CALM_STEPS = 256  # without a preemption, after which less is kept free
 
 
@@ -63,6 +64,7 @@ class Admission:
     __slots__ = (
         "_kv",
         "_max_num_seqs",
+        "_num_refusals",
         "_refused",
         "_roster",
         "headroom",
@@ -77,11 +79,13 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self.headroom = Headroom(kv.block_size, min_lookahead)
         self._refused: tuple[Sequence | None, int] = (None, 0)  # head that didn't fit, free blocks
+        self._num_refusals = 0  # of it, without looking
         self.num_queries_tokens = 0  # looked up at first admissions, once for each group
 
     def forget_refusal(self) -> None:
         """What is free, or cached, has changed in a way that the number of free blocks hides."""
         self._refused = (None, 0)
+        self._num_refusals = 0
 
     def admit_waiting(self, plan: StepPlan, is_step_in_flight: bool) -> None:
         """Admit from the front while budget, rows and blocks last; nobody overtakes the head."""
@@ -101,8 +105,11 @@ class Admission:
             match = self._find_room(sequence, num_free, is_alone)
             if match is None:
                 return
+            if match.is_on_device:
+                self._admit(sequence, match, plan)
+                continue
+            num_needed = kv.num_free_blocks_needed(sequence, match)
             if kv.load(sequence, match):
-                num_needed = kv.num_free_blocks_needed(sequence, match)
                 roster.begin_load(sequence, num_needed + self._num_blocks_of_others(sequence))
             else:
                 self._admit(sequence, match, plan)
@@ -112,7 +119,10 @@ class Admission:
         kv = self._kv
         refused, num_free_then = self._refused
         if sequence is refused and num_free <= num_free_then and not is_alone:
-            return None
+            self._num_refusals += 1
+            if self._num_refusals < RECHECK_STEPS:  # what it shares may be cached meanwhile
+                return None
+        self._num_refusals = 0
         # Alone, it needs no more than itself: the others of its group can wait.
         num_others = 0 if is_alone else self._num_blocks_of_others(sequence)
         if not is_alone and self.headroom.lookahead:
@@ -144,7 +154,7 @@ class Admission:
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = num_hit_tokens
             sequence.token_ids = sequence.token_ids[:]  # its own from now on
-            if is_first:
+            if is_first and kv.is_shared:
                 self.num_queries_tokens += len(sequence.token_ids)
         elif sequence.keep is Keep.SWAP:
             plan.swapped_in.append(sequence)

@@ -51,7 +51,7 @@ from .cost_model import CostModel
 from .groups import SequenceGroup
 from .integrity import IntegrityError
 from .kv.manager import KVManager
-from .kv.types import Keep, KVStats
+from .kv.types import Copy, Keep, KVStats
 from .roster import Roster
 from .sequence import Sequence
 from .step_plan import SchedulerOutput, StepPlan
@@ -267,15 +267,12 @@ class Scheduler:
             self._admission.admit_waiting(plan, bool(self._in_flight))
         copies = kv.take_copies()
         if not (copies or plan.scheduled) and roster.running and self._is_stalled:
-            self._preempt(roster.running[-1].group, plan)
-            if not roster.loading:  # who loads comes first
-                self._admission.admit_waiting(plan, False)
-            copies = kv.take_copies()
+            copies = self._unstall(plan)
         plan.copies = copies
         if copies:
             self._committer.copies_on_their_way.update(copy.number for copy in copies)
         elif not plan.scheduled and not self._has_to_ask:
-            return None
+            return self.schedule() if kv.begin_reads() else None
         output = plan.build(roster.removed_rows)
         roster.removed_rows.clear()
         self._next_step_id += 1
@@ -287,6 +284,20 @@ class Scheduler:
         """Nothing will come back by itself: those who run wait for others of their groups, and
         these, in the queue or loading, for the blocks of those who run."""
         return not (self._in_flight or self._kv.is_busy)
+
+    def _unstall(self, plan: StepPlan) -> list[Copy]:
+        """Somebody fits after all, with what is cached by now; or the last group steps back."""
+        roster, admission, kv = self._roster, self._admission, self._kv
+        for steps_back in (False, True):
+            if steps_back:
+                self._preempt(roster.running[-1].group, plan)
+            admission.forget_refusal()
+            if not roster.loading:  # who loads comes first
+                admission.admit_waiting(plan, False)
+            copies = kv.take_copies()
+            if copies or plan.scheduled:
+                break
+        return copies
 
     @property
     def _has_to_ask(self) -> bool:

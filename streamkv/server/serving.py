@@ -30,6 +30,7 @@ from websockets.exceptions import SecurityError
 
 from ..config import ServerConfig
 from ..engine.async_engine import AsyncEngine
+from ..engine.life import EngineStatus
 from ..words import counted
 from .app import create_app
 from .wire import encode, http_error_body
@@ -125,8 +126,10 @@ class Server(uvicorn.Server):
             server.close()
         for listener in sockets or ():
             listener.close()
+        is_planned = self._engine.status is not EngineStatus.FAILED
         self._engine.drain()
-        logger.info("%s", self._goodbye())
+        if is_planned:
+            logger.info("%s", self._goodbye())
         for connection in list(self.server_state.connections):
             if isinstance(connection, WebSocketProtocol):
                 connection.close_timeout = CLOSING_HANDSHAKE_S  # its application closes it
@@ -143,7 +146,8 @@ class Server(uvicorn.Server):
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
         await self.lifespan.shutdown()  # ends a close that was cut short
-        logger.info("shut down")
+        if is_planned:
+            logger.info("shut down")
 
     def _goodbye(self) -> str:
         stats = self._engine.stats()

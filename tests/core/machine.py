@@ -116,6 +116,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert "beams" in str(error)
                 width, max_tokens = width - 1, -(-max_tokens // 2)
 
+    @precondition(lambda self: self.harness.vocab_size < 4)
+    @rule(common_len=COMMON_LENS)
+    def add_beams_of_which_some_find_no_answer(self, common_len):
+        self.add_beams(common_len, [1], 1, 4, 0)
+
     @rule(place=PLACES, num_more=st.integers(0, 3), session_id=st.sampled_from(["", "s"]))
     def add_the_continuation_of_an_answer(self, place, num_more, session_id):
         if self.sequences:
@@ -244,7 +249,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.check_answer(sequence)
             self.seen["answers"] += sequence.finish_reason in ended
             self.seen["beams"] += sequence.is_beam and sequence.finish_reason in ended
-            self.seen["missing"] += self.harness.oracle(sequence) is None
+            self.seen["missing"] += sequence.is_beam and self.harness.oracle(sequence) is None
         self.sequences.clear()
         self.seen.update(
             steps=self.harness.num_scheduled,

@@ -554,6 +554,7 @@ def test_a_session_without_time_left_is_over():
     request = structs.replace(sequence.request, session_ttl_s=0.0)
     book.kv.keep_session(request, sequence, 1.0)
     book.end(sequence)
+    book.kv.end_request(request)
     assert (book.kv.stats.num_sessions, book.kv.stats.num_pinned_blocks) == (0, 0)
     book.check()
 

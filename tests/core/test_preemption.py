@@ -4,7 +4,7 @@ import pytest
 from core.harness import Harness, rows
 from fakes import FakeStore
 
-from streamkv.core.admission import CALM_STEPS, MAX_LOOKAHEAD, Headroom
+from streamkv.core.admission import CALM_STEPS, MAX_LOOKAHEAD, RECHECK_STEPS, Headroom
 from streamkv.core.cost_model import CostModel
 from streamkv.core.kv.loading import MAX_READS
 from streamkv.core.sequence import Sequence, SequenceStatus
@@ -340,6 +340,81 @@ def test_reads_that_nobody_wants_any_more_are_not_begun():
     harness.run()
     assert (same.num_cached_tokens, short.num_cached_tokens) == (60, 8)
     assert harness.scheduler.kv_stats.num_store_reads <= 15 + 2 + MAX_READS
+
+
+def test_what_several_load_together_is_kept_free_once():
+    harness = stored([LONG, SHORT], num_blocks=50)
+    together = [harness.add_one([*LONG, token], 2) for token in range(3)]
+    short = harness.add_one(SHORT, 2)
+    assert harness.schedule() is None
+    assert harness.scheduler.num_loading == 4, "31 blocks, one, one, and three"
+    harness.run()
+    assert [sequence.num_cached_tokens for sequence in together] == [120] * 3
+    harness.check_answer(short)
+    assert harness.scheduler.kv_stats.num_store_reads == 30 + 2
+
+
+def test_a_load_that_finds_nothing_any_more_ends_at_once():
+    harness = stored([LONG])
+    long = harness.add_one([*LONG, 1], 2)
+    assert harness.schedule() is None and harness.scheduler.num_loading == 1
+    for record in list(harness.store.records):
+        harness.store.drop(record)
+    harness.run()
+    assert long.num_cached_tokens == 0
+    harness.check_answer(long)
+
+
+def test_a_search_of_which_one_beam_loads_gets_its_blocks_from_those_behind():
+    store = FakeStore()
+    harness = Harness(
+        num_blocks=14, block_size=1, num_host_slots=3, store=store, preemption_mode="swap"
+    )
+    beams = harness.add([1], 5, use_beam_search=True, n=3)
+    for _ in range(3):
+        harness.advance()
+    other = harness.add_one([29] * 5, 10, priority=-1)  # the search's blocks go to disk
+    while other in harness.live:
+        harness.advance()
+        harness.deliver()
+    while not (harness.scheduler.num_loading and harness.scheduler.num_running):
+        if harness.schedule():
+            harness.commit()
+        else:
+            harness.deliver(1)
+    harness.add_one([20], 13, priority=1)  # it grows into what the load was to have
+    for _ in range(200):
+        if harness.schedule():
+            harness.commit()
+        elif store.num_pending:
+            harness.deliver(1)
+        else:
+            harness.take_answers()
+    assert not harness.live
+    for beam in beams:
+        harness.check_answer(beam)
+
+
+def test_a_preempted_search_in_a_pool_that_just_holds_it_goes_on():
+    harness = Harness(num_blocks=9, block_size=1)
+    beams = harness.add([10], 5, use_beam_search=True, n=2)  # needs all of it
+    for _ in range(2):
+        harness.advance()
+    harness.add_one([29, 29], 8, priority=-1)  # preempts it
+    harness.run()
+    for beam in beams:
+        harness.check_answer(beam)
+    assert harness.scheduler.num_preemptions < 10
+
+
+def test_who_waits_for_a_prompt_that_runs_is_admitted_once_that_is_cached():
+    harness = Harness(num_blocks=60, block_size=1)
+    prompt = [token % 29 for token in range(40)]
+    first, second = harness.add_one(prompt, 15), harness.add_one([*prompt, 1], 2)
+    while second in harness.live:
+        harness.advance()
+    assert first.num_output_tokens <= RECHECK_STEPS + 4 and first in harness.live
+    harness.run()
 
 
 # --- sessions, and the size of the pool ----------------------------------------------------------

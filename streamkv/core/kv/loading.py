@@ -194,8 +194,9 @@ class Loading:
                 self._end(promotion)
         return None
 
-    def begin_reads(self) -> None:
-        """As many as there are slots for, one of each load in turn."""
+    def begin_reads(self) -> bool:
+        """As many as there are slots for, one of each load in turn. True: loads have ended, for
+        their blocks are not to be found any more."""
         tiers, readers = self._tiers, self._readers
         while readers and tiers.slots.num_free and self._num_reads < MAX_READS:
             load = readers.popleft()
@@ -212,6 +213,7 @@ class Loading:
                 self._storing.read(node, promotion.slot, partial(self._end_read, promotion))
             else:
                 self._end(promotion)
+        return bool(self._ended)
 
     def _end_read(self, promotion: _Promotion, ok: bool) -> None:
         node = promotion.node
@@ -250,7 +252,14 @@ class Loading:
 
     @property
     def has_reads_waiting(self) -> bool:
-        return any(load.reads for load in self._readers)
+        """That can begin."""
+        return self._tiers.slots.num_free > 0 and any(load.reads for load in self._readers)
+
+    def num_awaited(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Blocks that another one waits for already, and for which this one would wait."""
+        if match.num_device == len(match.nodes) or sequence in self._done:
+            return 0
+        return sum(node in self._promotions for node in match.nodes[match.num_device :])
 
     # --- checks ------------------------------------------------------------------------------
 

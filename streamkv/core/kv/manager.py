@@ -82,6 +82,11 @@ class KVManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    @property
+    def is_shared(self) -> bool:
+        """Between requests."""
+        return self._is_shared
+
     def _salt(self, request: Request) -> str:
         return request.cache_salt if self._is_shared else request.request_id
 
@@ -105,7 +110,8 @@ class KVManager:
         for node in match.nodes[: match.num_device]:
             if ref_counts[node.block_id]:
                 num_held_hits += 1
-        return self.num_blocks_for(sequence.num_tokens) - num_held_hits
+        num_found = num_held_hits + self._loading.num_awaited(sequence, match)
+        return self.num_blocks_for(sequence.num_tokens) - num_found
 
     def _num_for_tail(self, match: PrefixMatch, num_needed: int) -> int:
         """1 if its source is taken from the free ones, and there are as many as that."""
@@ -129,6 +135,10 @@ class KVManager:
     def take_loaded(self) -> list[Sequence]:
         """Whose loads have ended since the last call, well or not: they may match again."""
         return self._loading.take_loaded()
+
+    def begin_reads(self) -> bool:
+        """From disk, what loads need. True: some have ended without (see `take_loaded`)."""
+        return self._loading.begin_reads()
 
     # --- tables ------------------------------------------------------------------------------
 
@@ -309,19 +319,18 @@ class KVManager:
         self._tiers.unpin(self._pinned.pop(sequence, []))
 
     def end_request(self, request: Request) -> None:
-        """All its sequences have ended and were released: without prefix caching, forget it."""
+        """All its sequences have ended and were released: without prefix caching, forget it; and
+        its session, if that had no more time."""
         if not self._is_shared:
             self._tiers.drop_root(request.request_id)
+        elif request.session_id and request.session_ttl_s <= 0:
+            self._sessions.drop((request.cache_salt, request.session_id))
 
     # --- sessions ----------------------------------------------------------------------------
 
     def keep_session(self, request: Request, sequence: Sequence, now_s: float) -> None:
-        """Pin what it has published, which it must still hold, for the request's session; for no
-        time, end the session."""
-        if not (request.session_id and self._is_shared):
-            return
-        if request.session_ttl_s <= 0:
-            self._sessions.drop((request.cache_salt, request.session_id))
+        """Pin what it has published, which it must still hold, for the request's session."""
+        if not (request.session_id and request.session_ttl_s > 0 and self._is_shared):
             return
         node, tail = sequence.prefix_node, self._tails.get(sequence)
         path = [] if node is None else node.path()
