@@ -16,6 +16,7 @@ import msgspec
 
 from . import __version__
 from .bench.options import (
+    BLOCKS_COLUMNS,
     BlocksConfig,
     InfoConfig,
     KernelsConfig,
@@ -361,7 +362,7 @@ BENCHMARKS: Mapping[str, Command] = {
         _bench_blocks,
         BlocksConfig,
         "the books of KV blocks: what they cost a step",
-        TABLE,
+        f"{BLOCKS_COLUMNS} {TABLE}",
         engine_fields=(),
         operand="",
     ),

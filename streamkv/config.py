@@ -234,8 +234,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ConfigError(
-                "preemption_mode (--preemption-mode): swap needs host memory, got none; give it "
-                "some by --swap-space"
+                "preemption_mode (--preemption-mode): swap needs --swap-space, got 0 GiB; raise "
+                "that (the host memory that --kv-cache-dir brings is for the way to the disk)"
             )
         if self.kv_cache_dir and not self.enable_prefix_caching:
             raise ConfigError(

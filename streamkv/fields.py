@@ -65,6 +65,10 @@ class Field(NamedTuple):
         return f"{self.name} ({self.flag})"
 
     @property
+    def counts_bytes(self) -> bool:
+        return self.type is int and self.name.endswith("_bytes")
+
+    @property
     def choices(self) -> tuple[str, ...]:
         is_literal = typing.get_origin(self.type) is Literal
         return typing.get_args(self.type) if is_literal else ()
@@ -121,7 +125,7 @@ class Field(NamedTuple):
         if self.type is int and (matched := _IN_THOUSANDS.fullmatch(value)):
             whole, fraction, unit = matched.groups()
             base = 1000 if unit.islower() else 1024
-            if fraction is None or unit.islower() or self.name.endswith("_bytes"):
+            if fraction is None or unit.islower() or self.counts_bytes:
                 return round(float(f"{whole}.{fraction or 0}") * base ** _POWERS[unit.lower()])
         if self.type in (int, float) and text:  # ".9" and "+3" too
             with contextlib.suppress(ValueError):
@@ -131,6 +135,8 @@ class Field(NamedTuple):
     def _expected(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
+        if self.counts_bytes:
+            return f"bytes {self.bounds}, as 8G or 0.5G"
         kinds: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
         return f"{kinds.get(self.type, 'text')} {self.bounds}".strip()
 

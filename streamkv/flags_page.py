@@ -31,7 +31,7 @@ they take options as arguments.
 - Flags that may be repeated also take several words; the last of these is the model, if that is
   named nowhere else on the line. In a variable, commas stand between the words.
 - A whole number may end in `k`, `m` or `g` for thousands, millions and so on (`8k` is 8000), or in
-  `K`, `M` or `G` for powers of 1024 (`8K` is 8192).
+  `K`, `M` or `G` for powers of 1024 (`8K` is 8192). Bytes may have a fraction: `0.5G`.
 - `python -m streamkv.entrypoints.openai.api_server` takes the same flags as `streamkv serve`.
 
 ```toml
@@ -82,6 +82,8 @@ def _taken(field: Field) -> str:
     one = field.item if field.repeats else field
     kinds: dict[object, str] = {bool: "on or off", int: "whole number", float: "number"}
     words = ", ".join(one.choices) or kinds.get(one.type, "text")
+    if one.counts_bytes:
+        return f"bytes {one.bounds}, as 8G or 0.5G"
     same = ", ".join(f"{word} is {value}" for word, value in field.same.items())
     return f"{words} {one.bounds}".strip() + (f" ({same})" if same else "")
 

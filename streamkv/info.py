@@ -192,6 +192,7 @@ def kv_facts(config: EngineConfig, model: CausalLM, formats: Formats) -> dict[st
             model.config,
             block_bytes=config.block_size * kv_bytes_of(config, model.config),
             free_bytes=share.free_bytes,
+            held_back_bytes=share.held_back_bytes,
             limit_bytes=CPU_LIMIT_BYTES,
         )
     except ConfigError as error:

@@ -112,7 +112,13 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
             most, what = MAX_BEAM_WIDTH, "a number of beams"
         self.n = _whole("n", self.n, 1, most, what)
         if self.best_of is not None:
-            self.best_of = _whole("best_of", self.best_of, self.n, most, what)
+            self.best_of = _whole("best_of", self.best_of, 1, most, what)
+            if self.best_of < self.n:
+                raise InvalidRequestError(
+                    f"best_of: expected at least n, {self.n}, as many as are given of them, got "
+                    f"{self.best_of}; raise it, or lower n",
+                    param="best_of",
+                )
         self.temperature = _number("temperature", self.temperature, 0.0, 100.0)
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
         self.top_k = _whole("top_k", self.top_k, -1, 2**31 - 1)
@@ -162,10 +168,12 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
             if value not in neutral:
                 default, *others = map(json.dumps, neutral)
                 default = "none" if default in ("[]", "{}") else f"the default ({default})"
-                with_beams = "with" if self.use_beam_search else "without"
+                with_beams, remedy = "with", "leave it out"
+                if not self.use_beam_search:
+                    with_beams, remedy = "without", "leave it out, or set use_beam_search: true"
                 raise InvalidRequestError(
                     f"{name}: expected {' or '.join([default, *others])} {with_beams} "
-                    f"use_beam_search, got {json.dumps(value):.100}; leave it out",
+                    f"use_beam_search, got {json.dumps(value):.100}; {remedy}",
                     param=name,
                 )
 

@@ -516,6 +516,15 @@ def test_the_books_of_blocks_are_timed_for_each_pool(capsys):
             assert 0 < one["arrive us"] < one["step us"] <= one["99 % us"]
 
 
+def test_every_column_is_explained_where_help_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "blocks", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    for column in blocks.figures([dict.fromkeys(blocks.OPERATIONS, 0.0)]):
+        assert column.removesuffix(" us") in words
+    assert f"whose step takes {blocks.TARGET_US:.0f} us at most" in words
+
+
 def test_each_pool_is_said_to_meet_the_target_or_to_miss_it(monkeypatch, capsys):
     steps = {10: 99.0, 2000: 101.0}
     rounds = {pool: [{"step us": step}] for pool, step in steps.items()}

@@ -205,6 +205,9 @@ def test_lists_of_the_server_come_as_words_or_json(serve):
     ("arguments", "message"),
     [
         (["--max-model-len", "2.5K"], "--max-model-len: expected a whole number >= 0, got '2.5K'"),
+        (["--kv-cache-memory", "8GB"], "bytes: expected bytes >= 0, as 8G or 0.5G, got '8GB'"),
+        (["--max-body-bytes", "0.5"], "-bytes: expected bytes >= 1024, as 8G or 0.5G, got '0.5'"),
+        (["--preemption-mode", "swap", "--kv-cache-dir", "kv"], "swap needs --swap-space, got 0 G"),
         (["--dtype", "half"], "expected one of auto, bfloat16, float32, got 'half'"),
         (["-tp", "2"], "tensor_parallel_size (--tensor-parallel-size): expected 1, got 2"),
         (["--model", "a", "b"], "expected one model, got 'b' and --model 'a'"),

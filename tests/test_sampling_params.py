@@ -118,8 +118,10 @@ def test_what_makes_no_sense_together_is_an_error_that_names_the_field(field, pa
         ({"n": 300, "use_beam_search": False}, "n: expected a number in [1, 128], got 300"),
         (
             {"early_stopping": True, "use_beam_search": False},
-            "early_stopping: expected the default (false) without use_beam_search, got true; leave",
+            "early_stopping: expected the default (false) without use_beam_search, got true; leave "
+            "it out, or set use_beam_search: true",
         ),
+        ({"n": 4, "best_of": 2}, "best_of: expected at least n, 4, as many as are given of them, "),
     ],
 )
 def test_a_refusal_says_whether_it_is_for_beams_in_the_words_of_clients(params, message):

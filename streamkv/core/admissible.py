@@ -42,30 +42,33 @@ def check_admissible(
             "shorten the prompt or lower max_tokens",
             param="max_tokens",
         )
-    beams, remedy = "", "shorten the prompt, lower max_tokens"
+    name, what = "max_tokens", "the request"  # too large, maybe
+    remedy = "shorten the prompt, lower max_tokens"
     if params.use_beam_search:
-        width, name = params.num_sequences, "n" if params.best_of is None else "best_of"
+        width = params.num_sequences
+        width_name = "n" if params.best_of is None else "best_of"
         limits = {
             "--max-num-seqs": max_num_seqs,
             "--max-num-batched-tokens": max_num_batched_tokens,  # a step has one of each beam
         }
         too_low = [flag for flag, limit in limits.items() if limit < width]
         if too_low:
-            raise CapacityError(
-                f"{name}: expected at most {min(limits.values())} beams, as many as sequences run "
-                f"at once, got {width}; ask for fewer, or start the server with a higher "
+            raise InvalidRequestError(
+                f"{width_name}: expected at most {min(limits.values())} beams, as many as "
+                f"sequences run at once, got {width}; ask for fewer, or start with a higher "
                 f"{' and '.join(too_low)}",
-                param=name,
+                param=width_name,
             )
         if request.max_tokens > 1:
-            beams, remedy = f" for each of {width} beams", f"lower {name}, {remedy}"
+            name, what = width_name, f"a search with {width} beams"
+            remedy = f"lower {width_name}, {remedy}"
     num_needed = num_blocks_needed(request, block_size)
     if num_needed > num_blocks:
         raise CapacityError(
-            f"needs {num_needed} blocks of {block_size} tokens ({num_prompt_tokens} in the "
-            f"prompt + max_tokens {request.max_tokens}{beams}), the pool has {num_blocks} "
-            f"({num_blocks * block_size} tokens); {remedy}, or start the server with more "
-            "KV memory: --kv-cache-memory-bytes, --gpu-memory-utilization or "
-            "--num-gpu-blocks-override",
-            param="max_tokens",
+            f"{name}: {what} needs {num_needed} KV blocks of {block_size} tokens "
+            f"({num_prompt_tokens} in the prompt, max_tokens {request.max_tokens}), the pool has "
+            f"{num_blocks} ({num_blocks * block_size} tokens); {remedy}, or start with more KV "
+            "memory: by --num-gpu-blocks-override where that is given, else by "
+            "--kv-cache-memory-bytes or --gpu-memory-utilization",
+            param=name,
         )

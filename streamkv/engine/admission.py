@@ -126,7 +126,7 @@ def check_text(text: str, tokenizer: Tokenizer, info: RunnerInfo, name: str = "p
         raise ContextLengthError(
             f"{name}: expected at most {info.max_model_len - 1} tokens, got {len(text)} "
             f"characters, which are at least {num_tokens} tokens; shorten the prompt"
-            f"{_or_more_memory(info, num_tokens + 1)}",
+            f"{_or_more_memory(info, num_tokens + 1, 'at least ')}",
             param=name,
         )
 
@@ -142,7 +142,8 @@ def check_num_messages(
     if num_messages > info.max_model_len:
         raise ContextLengthError(
             f"{name}: expected at most {info.max_model_len} messages, one for each token of the "
-            f"context, got {num_messages}; send fewer{_or_more_memory(info, num_messages)}",
+            f"context, got {num_messages}; send fewer"
+            f"{_or_more_memory(info, num_messages, 'at least ')}",
             param=name,
         )
 
@@ -196,13 +197,14 @@ def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) ->
         )
 
 
-def _or_more_memory(info: RunnerInfo, num_tokens: int) -> str:
-    """The other remedy, if so many tokens fit in the model's context, but not in KV memory."""
+def _or_more_memory(info: RunnerInfo, num_tokens: int, at_least: str = "") -> str:
+    """The other remedy, if so many tokens fit in the model's context, but not in KV memory. There
+    may be more of them where `at_least` says so."""
     if num_tokens > info.full_model_len:
         return ""
     return (
-        f", or start the server with more KV memory: {num_tokens} tokens need "
-        f"{-(-num_tokens // info.block_size)} KV blocks of {info.block_size}, there are "
+        f", or start with more KV memory: {at_least}{num_tokens} tokens need "
+        f"{at_least}{-(-num_tokens // info.block_size)} KV blocks of {info.block_size}, there are "
         f"{info.num_blocks} ({info.kv_bound})"
     )
 

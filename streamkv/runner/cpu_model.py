@@ -254,6 +254,7 @@ def _take_kv_cache(
         model_config,
         block_bytes=block_bytes,
         free_bytes=share.free_bytes,
+        held_back_bytes=share.held_back_bytes,
         limit_bytes=CPU_LIMIT_BYTES,
     )
     share.reserve("host slots", plan.host_bytes)

@@ -29,8 +29,9 @@ class MemoryBudget:
     Raises ConfigError with the numbers when a reservation doesn't fit.
     """
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, *, held_back_bytes: int = 0) -> None:
         self.total_bytes = total_bytes
+        self.held_back_bytes = held_back_bytes  # what --gpu-memory-utilization leaves to others
         self._reserved: dict[str, int] = {}
 
     @property
@@ -43,10 +44,11 @@ class MemoryBudget:
         if name in self._reserved:
             raise ConfigError(f"memory for {name} is reserved already; give each model its name")
         if num_bytes > self.free_bytes and not overcommit:
+            can_raise = num_bytes <= self.free_bytes + self.held_back_bytes
             raise ConfigError(
                 f"{name}: {format_bytes(num_bytes)} needed, {format_bytes(self.free_bytes)} of "
-                f"{format_bytes(self.total_bytes)} free: use a smaller model or dtype, or raise "
-                "--gpu-memory-utilization"
+                f"{format_bytes(self.total_bytes)} free: use a smaller model or dtype"
+                f"{', or raise --gpu-memory-utilization' if can_raise else ''}"
             )
         self._reserved[name] = num_bytes
 
@@ -66,12 +68,18 @@ class MemoryShare:
     def measure(self, available_bytes: Callable[[], int]) -> None:
         """Make a budget of what is available, unless one was given."""
         if self._budget is None:
-            share = self._config.gpu_memory_utilization
-            self._budget = MemoryBudget(int(available_bytes() * share))
+            available = available_bytes()
+            total = int(available * self._config.gpu_memory_utilization)
+            self._budget = MemoryBudget(total, held_back_bytes=available - total)
 
     @property
     def free_bytes(self) -> int:
         return 0 if self._budget is None else self._budget.free_bytes
+
+    @property
+    def held_back_bytes(self) -> int:
+        """What a higher --gpu-memory-utilization could give besides."""
+        return 0 if self._budget is None else self._budget.held_back_bytes
 
     def reserve(self, what: str, num_bytes: int, *, overcommit: bool = False) -> None:
         """As MemoryBudget's, under the model's name. Measured before."""

@@ -60,10 +60,12 @@ def plan_memory(
     block_bytes: int,
     free_bytes: int,
     limit_bytes: int | None,
+    held_back_bytes: int = 0,
     host_free_bytes: int | None = None,
 ) -> KVCachePlan:
     """The KV cache that fits beside the largest step, and the host slots.
 
+    `held_back_bytes` are those that a higher --gpu-memory-utilization would give besides.
     `host_free_bytes` None: host slots are in the same memory as blocks, and come first.
     """
     longest, positions = model_config.max_context_len, model_config.max_position_embeddings
@@ -78,27 +80,32 @@ def plan_memory(
     if workspace > free_bytes and not config.num_gpu_blocks_override:
         raise ConfigError(
             f"the largest step needs {format_bytes(workspace)} besides weights and KV cache, "
-            f"{_free(config, free_bytes)}lower --max-num-batched-tokens "
-            f"({config.max_num_batched_tokens}) or --max-num-seqs ({config.max_num_seqs})"
+            f"{_free(config, free_bytes, held_back_bytes, workspace)}"
+            f"lower {_given(config, 'max_num_batched_tokens')} or {_given(config, 'max_num_seqs')}"
         )
     free_bytes = max(0, free_bytes - workspace)
     told_bytes = 0 if config.num_gpu_blocks_override else config.kv_cache_memory_bytes
     if told_bytes > free_bytes:
         raise ConfigError(
             f"{MEMORY}: KV blocks are to take {format_bytes(told_bytes)}, "
-            f"{_free(config, free_bytes)}lower --kv-cache-memory-bytes ({told_bytes})"
+            f"{_free(config, free_bytes, held_back_bytes, told_bytes)}"
+            f"lower {_given(config, 'kv_cache_memory_bytes')}"
         )
     num_host_slots = plan_host_slots(
         config,
         block_bytes=block_bytes,
         free_bytes=free_bytes - told_bytes if host_free_bytes is None else host_free_bytes,
+        held_back_bytes=held_back_bytes,
         has_own_memory=host_free_bytes is not None,
     )
-    if host_free_bytes is None:
+    beside = ""
+    if host_free_bytes is None and num_host_slots:
         free_bytes -= num_host_slots * block_bytes
+        beside = " beside --swap-space" if config.swap_space else ""
     plan = plan_kv_cache(
         free_bytes=free_bytes,
         limit_bytes=limit_bytes,
+        held_back_bytes=held_back_bytes,
         kv_memory_bytes=config.kv_cache_memory_bytes,
         block_bytes=block_bytes,
         block_size=config.block_size,
@@ -106,32 +113,44 @@ def plan_memory(
         max_model_len=config.max_model_len,
         max_context_len=model_config.max_context_len,
         num_blocks_override=config.num_gpu_blocks_override,
+        beside=beside,
     )
     return msgspec.structs.replace(plan, num_host_slots=num_host_slots)
 
 
-def _free(config: EngineConfig, free_bytes: int) -> str:
+def _free(config: EngineConfig, free_bytes: int, held_back_bytes: int, needed_bytes: int) -> str:
     """How much, and the remedies, of which the caller adds the last."""
-    share = config.gpu_memory_utilization
-    if share == 1:
-        return f"{format_bytes(free_bytes)} are free: "
-    return (
-        f"{format_bytes(free_bytes)} are free within --gpu-memory-utilization ({share:g}): raise "
-        "that, or "
-    )
+    free = f"{format_bytes(free_bytes)} are free"
+    if held_back_bytes:
+        free += f" within --gpu-memory-utilization ({config.gpu_memory_utilization:g})"
+    can_raise = free_bytes < needed_bytes <= free_bytes + held_back_bytes
+    return f"{free}: raise that, or " if can_raise else f"{free}: "
+
+
+def _given(config: EngineConfig, name: str) -> str:
+    """A flag and what it was given: "--swap-space (0.5 GiB)"."""
+    value = getattr(config, name)
+    shown = {
+        "kv_cache_memory_bytes": format_bytes(config.kv_cache_memory_bytes),
+        "swap_space": f"{config.swap_space:.10g} GiB",
+    }
+    return f"{flag_of(name)} ({shown.get(name, value)})"
 
 
 def flags_to_lower(config: EngineConfig) -> str:
     """Those that KV memory comes from, as they were given."""
     names = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space")
-    given = [
-        f"{flag_of(name)} ({getattr(config, name)})" for name in names if getattr(config, name)
-    ]
-    return " or ".join(given or [f"--gpu-memory-utilization ({config.gpu_memory_utilization:g})"])
+    given = [_given(config, name) for name in names if getattr(config, name)]
+    return " or ".join(given or [_given(config, "gpu_memory_utilization")])
 
 
 def plan_host_slots(
-    config: EngineConfig, *, block_bytes: int, free_bytes: int, has_own_memory: bool = False
+    config: EngineConfig,
+    *,
+    block_bytes: int,
+    free_bytes: int,
+    held_back_bytes: int = 0,
+    has_own_memory: bool = False,
 ) -> int:
     """As many as --swap-space holds, MAX_BLOCKS at most; enough for the way to --kv-cache-dir.
     `has_own_memory`: not the one that blocks are in."""
@@ -144,19 +163,19 @@ def plan_host_slots(
         )
     if config.kv_cache_dir:
         num_slots = max(num_slots, 1, min(STAGING_SLOTS, STAGING_BYTES // block_bytes))
-    if num_slots * block_bytes > free_bytes:
-        wish, remedies = SWAP, [f"lower --swap-space ({config.swap_space:g})"]
+    needed = num_slots * block_bytes
+    if needed > free_bytes:
+        wish, remedies = SWAP, [f"lower {_given(config, 'swap_space')}"]
         if num_slots > swap_bytes // block_bytes:
             wish, remedies = FOLDER, ["leave out --kv-cache-dir"]
         told_bytes = 0 if config.num_gpu_blocks_override else config.kv_cache_memory_bytes
-        if told_bytes and not has_own_memory:
-            remedies.append(f"lower --kv-cache-memory-bytes ({told_bytes})")
-        free = f"{format_bytes(free_bytes)} are free: "
-        if not has_own_memory:
-            free = _free(config, free_bytes)
+        free = _free(config, free_bytes, 0 if has_own_memory else held_back_bytes, needed)
+        if not has_own_memory and needed <= free_bytes + told_bytes:
+            remedies.append(f"lower {_given(config, 'kv_cache_memory_bytes')}")
+        most = ", the most there can be," if num_slots < swap_bytes // block_bytes else ""
         raise ConfigError(
-            f"{wish}: {counted(num_slots, 'KV block')} in host memory "
-            f"take {format_bytes(num_slots * block_bytes)}, {free}{' or '.join(remedies)}"
+            f"{wish}: {counted(num_slots, 'KV block')} in host memory{most} "
+            f"take {format_bytes(needed)}, {free}{' or '.join(remedies)}"
         )
     return num_slots
 
@@ -172,12 +191,15 @@ def plan_kv_cache(
     max_context_len: int,
     num_blocks_override: int,
     kv_memory_bytes: int = 0,
+    held_back_bytes: int = 0,
+    beside: str = "",
 ) -> KVCachePlan:
     """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit; or else as
     many as were told: in `num_blocks_override`, or by the bytes that they take.
 
     `max_model_len` 0 means the checkpoint's, shortened to what fits; one that was asked for must
-    fit, and then may exceed `limit_bytes` (but not `free_bytes`). There is always one block, and
+    fit, and then may exceed `limit_bytes` (but not `free_bytes`). `beside` says what else took of
+    the free memory. There is always one block, and
     never more than MAX_BLOCKS.
     Raises ConfigError with the numbers.
     """
@@ -200,7 +222,7 @@ def plan_kv_cache(
             f"blocks of {block_size} tokens, got {num_blocks_override}; larger "
             f"blocks hold more: raise --block-size ({block_size})"
         )
-    bound, more = "", ""  # what keeps the pool small unasked; what gives more
+    bound, more = "", ""  # what keeps the pool from being larger, unasked; what gives more
     if num_blocks_override:
         num_blocks, more = num_blocks_override, "--num-gpu-blocks-override"
     elif kv_memory_bytes:
@@ -218,11 +240,16 @@ def plan_kv_cache(
         affordable = min(free_bytes, limit) // block_bytes
         wanted = max_num_seqs * blocks_per_sequence
         num_blocks = max(1, min(affordable, wanted, max_blocks))
-        if affordable > max_blocks:
-            more = "a larger --block-size"
+        if wanted <= min(affordable, max_blocks):
+            bound, more = f"enough for {counted(max_num_seqs, 'sequence')}", "--max-num-seqs"
+        elif affordable > max_blocks:
+            bound, more = "the most blocks there can be", "a larger --block-size"
         elif free_bytes <= limit:
-            more = "--gpu-memory-utilization or more free memory"
-        elif affordable < wanted:
+            bound, more = f"all that is free{beside}", "freeing memory"
+            needed = blocks_per_sequence * block_bytes if max_model_len else 0
+            if held_back_bytes and needed <= free_bytes + held_back_bytes:
+                more = f"--gpu-memory-utilization or {more}"
+        else:
             bound, more = f"at most {format_bytes(limit)} on a CPU", "--kv-cache-memory-bytes"
     if max_model_len and blocks_per_sequence > max_blocks:
         raise ConfigError(

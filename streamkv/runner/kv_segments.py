@@ -110,15 +110,15 @@ class SegmentFormat:
         """Fill in `data`. OSError, UnusableError: what is in it is of no use."""
         found, check = self._parse(index, os.pread(fd, self._entry_bytes, self._entry_start(index)))
         if found[1:] != block[1:]:
-            raise UnusableError("it is of another prefix")
+            raise UnusableError("of another prefix")
         start, done = self._block_start(capacity, index), 0
         while done < self.block_bytes:
             num_bytes = os.preadv(fd, [data[done:]], start + done)
             if not num_bytes:
-                raise UnusableError("its content is cut off")
+                raise UnusableError("data cut off")
             done += num_bytes
         if zlib.crc32(data) != check:
-            raise UnusableError("its content is damaged")
+            raise UnusableError("damaged data")
 
     def erase_block(self, fd: int, index: int) -> None:
         """OSError."""
@@ -205,10 +205,10 @@ class SegmentFormat:
     def _parse(self, index: int, entry: bytes) -> tuple[StoredBlock, int]:
         """The block, and the CRC of its content."""
         if len(entry) < self._entry_bytes or not _is_intact(entry):
-            raise UnusableError("its entry is damaged")
+            raise UnusableError("damaged in the file's list of blocks")
         magic, at, num_bytes, check, parent, digest = ENTRY.unpack_from(entry)
         if (magic, at, num_bytes) != (ENTRY_MAGIC, index, self.block_bytes):
-            raise UnusableError("its entry is of another block")
+            raise UnusableError("another one in the file's list of blocks")
         token_ids = entry[ENTRY.size : ENTRY.size + 4 * self.block_size]
         return StoredBlock(index, digest, parent, token_ids), check
 

@@ -54,6 +54,8 @@ class KvStore:
         self._folder = KvFolder(folder, limit_bytes, format)
         self._retry_at: float | None = None  # writing has failed, and is tried again then
         self._callback: Callable[[StoreResult], None] = lambda result: None
+        if self._folder.full:
+            self._stop_writing(self._folder.full)
 
         self._changed = threading.Condition()  # guards what is below
         self._reads: deque[StoreOp] = deque()
@@ -176,8 +178,7 @@ class KvStore:
             if is_full(error):
                 remedy = "free some space, or lower --kv-cache-disk"
             logger.warning(
-                "%s: KV blocks are only read and not written any more (it is tried every %.0f s): "
-                "%s; %s",
+                "%s: KV blocks are only read and not written (it is tried every %.0f s): %s; %s",
                 error.filename or self._folder.path,
                 RETRY_S,
                 error.strerror or error,

@@ -4,11 +4,11 @@ Owns which files there are and which blocks in them can be read. Knows no slots,
 no threads: one at a time uses it. Invariants: one process has the folder, and touches nothing in
 it any more if it was deleted or replaced; its segments never take more than the limit; a block that
 was once found damaged is not given again; each kind of thing that is wrong with a file is one line
-in the log, and at the end one with their number.
+in the log, and at the end one with their number, and so is what was deleted for the limit.
 
-Room, up to the limit or on a full disk, is made by deleting whole segments, oldest first. A block
-lost with one is written anew, to a newer one, when it is used again; of blocks with one digest the
-newest counts.
+Room, up to the limit or on a full disk, is made by deleting whole segments: those that could never
+fit, those of no use, then the oldest. A block lost with one is written anew, to a newer one, when
+it is used again; of blocks with one digest the newest counts.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ SEGMENTS = 4  # at least as many fit, if a block is not larger, so that room can
 DELETED = "somebody else deleted it"
 NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO)  # of opening what should be one
 FORBIDDEN = (errno.EACCES, errno.EROFS)  # of deleting a file: that is about the folder
+NO_FOLDER = (errno.EEXIST, errno.ENOTDIR)  # of making one
 
 logger = logging.getLogger(__name__)
 
@@ -66,34 +67,42 @@ class Segment:
         for reason, count in self.faults.items():
             if count > 1:
                 logger.warning(
-                    "%s: in all %d KV blocks were given up: %s", self.path, count, reason
+                    "%s: in all %d KV blocks can't be used: %s", self.path, count, reason
                 )
 
 
 class KvFolder:
-    """Opened by the constructor, which makes and locks it. ConfigError if it can't be used."""
+    """Opened by the constructor, which makes and locks it. ConfigError if it can't be used.
+
+    A disk that is full is no reason for that: `full` says that nothing can be written for now. If
+    not even the lock can be made on it, that is tried again with each `write`.
+    """
 
     def __init__(self, path: Path, limit_bytes: int, format: SegmentFormat) -> None:
         self.path, self._limit_bytes, self._format = path, limit_bytes, format
+        self._check_limit()
+        self._limit = f"--kv-cache-disk ({format_bytes(limit_bytes)})"
+        self._deleted: Counter[str] = Counter()  # for that, since the start
         self._segments: dict[int, Segment] = {}  # by number, which is their age
         self._current = -1  # the one that is written
         self._next_number = 1
         self._dropped: list[int] = []
         self._is_lost = self._is_full_known = False
         self.unsynced: deque[Segment] = deque()  # finished, but not yet safe from the machine
-        self._lock_fd = self._open()
+        self._lock_fd = -1
+        self.index: list[StoredBlock] = []  # what there was at the start, parents first
+        self.full: OSError | None = None
         try:
-            self.index = self._take_stock()  # what there was at the start, parents first
-        except BaseException as error:
-            os.close(self._lock_fd)
-            if isinstance(error, OSError):
+            self._open()
+        except OSError as error:
+            if not is_full(error):
                 raise self._unusable(error) from error
-            raise
+            self.full = error
 
     def close(self) -> None:
         """Sync what was written and let go of the folder. OSError, after which it is closed."""
         try:
-            if self._is_ours():
+            if self._lock_fd >= 0 and self._is_ours():
                 self.end_segment()
             while self.unsynced:
                 self.sync()
@@ -101,7 +110,10 @@ class KvFolder:
             for segment in self._segments.values():
                 segment.log_faults()
                 segment.close()
-            os.close(self._lock_fd)
+            if self._deleted["file"] > 1:
+                gone = _in_words(self._deleted)
+                logger.info("%s: deleted in all %s: as %s says", self.path, gone, self._limit)
+            self._unlock()
 
     def take_dropped(self) -> tuple[int, ...]:
         """Records that are gone since the last call."""
@@ -181,8 +193,8 @@ class KvFolder:
 
     # --- at the start ---
 
-    def _open(self) -> int:
-        """The descriptor that holds the lock, once the folder is known to be fit. ConfigError."""
+    def _check_limit(self) -> None:
+        """ConfigError."""
         needed_bytes = self._format.file_bytes(1)
         if needed_bytes > self._limit_bytes:
             raise ConfigError(
@@ -190,28 +202,38 @@ class KvFolder:
                 f"one KV block, got {format_bytes(self._limit_bytes)}; allow more, or leave out "
                 "--kv-cache-dir"
             )
+
+    def _open(self) -> None:
+        """Lock the folder, and find what is there. OSError; if that is a full disk, and there is a
+        lock, all but writing is possible. BlockingIOError: another server has it."""
+        self._lock()
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
-        except OSError as error:
-            raise self._unusable(error) from error
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.index = self._take_stock()
             self._try_to_write()
-        except OSError as error:
-            os.close(lock_fd)
-            if not isinstance(error, BlockingIOError):
-                raise self._unusable(error) from error
-            raise ConfigError(
-                "kv_cache_dir (--kv-cache-dir): expected a folder of this server's own, got "
-                f"{self.path}, which another one is using; stop that one, or give another folder "
-                "with --kv-cache-dir"
-            ) from error
-        return lock_fd
+        except BaseException as error:
+            if not isinstance(error, OSError) or not is_full(error):
+                self._unlock()
+            raise
+
+    def _lock(self) -> None:
+        """Of a folder that is made if there is none. OSError."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
+
+    def _unlock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _try_to_write(self) -> None:
         """As much as a block needs, so that a full disk is found now. OSError, but not for a disk
-        that has segments: they may be what filled it, and can be read."""
+        that has segments: they may be what filled it, and are deleted for new ones."""
         path = self.path / "probe"
         try:
             path.unlink(missing_ok=True)
@@ -222,23 +244,31 @@ class KvFolder:
                 os.close(fd)
                 path.unlink()
         except OSError as error:
-            if not is_full(error) or not self._find():
+            if not is_full(error) or not self._segments:
                 raise
 
     def _unusable(self, error: OSError) -> ConfigError:
+        if isinstance(error, BlockingIOError):
+            return ConfigError(
+                "kv_cache_dir (--kv-cache-dir): expected a folder of this server's own, got "
+                f"{self.path}, which another one is using; stop that one, or give another folder "
+                "with --kv-cache-dir"
+            )
         where = Path(error.filename or self.path)
-        what = "" if where == self.path else f"{where}: "
-        remedy = ""
-        if is_full(error):
-            remedy = "free some space, "
-        elif isinstance(error, PermissionError):
+        what, remedy = error.strerror or str(error), ""
+        if isinstance(error, PermissionError):
             remedy = "fix its permissions, "
         elif where.parent == self.path and error.errno in NO_FILE:
             remedy = "delete that, "
+        elif error.errno in NO_FOLDER:
+            above = (self.path, *self.path.parents)
+            where = next(one for one in above if os.path.lexists(one))
+            what = "it is a file" if where.is_file() else "it is no folder"
+        at = "" if where == self.path else f"{where}: "
         return ConfigError(
             "kv_cache_dir (--kv-cache-dir): expected a folder that can be written, got "
-            f"{self.path}: {what}{error.strerror or error}; {remedy}give another one "
-            "with --kv-cache-dir, or leave it out"
+            f"{self.path}: {at}{what}; {remedy}give another one with --kv-cache-dir, or leave it "
+            "out"
         )
 
     def _take_stock(self) -> list[StoredBlock]:
@@ -260,13 +290,19 @@ class KvFolder:
         for reason, names in unusable.items():
             rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
             logger.warning("%s/%s%s: not used: %s", self.path, names[0], rest, reason)
-        self._make_room(0)
         index = self._parents_first(newest)
         for block in index:
             number, place = _place(block.record)
             self._segments[number].live.add(place)
-        for number in [n for n, one in self._segments.items() if one.capacity and not one.live]:
-            self._drop(number)
+        for number, one in list(self._segments.items()):
+            is_done = one.capacity and not one.live  # damaged, or written anew
+            if (is_done or not one.num_bytes) and self._drop(number):
+                logger.info("%s: deleted: nothing in it is of use", one.path)
+        if gone := self._make_room(0):
+            what = _in_words(gone)
+            logger.warning("%s: deleted %s: more than %s allows", self.path, what, self._limit)
+        index = [block for block in index if _place(block.record)[0] in self._segments]
+        self._dropped.clear()  # nobody knew of them
         taken = f"{format_bytes(self._num_bytes())} on disk"
         logger.info("%s: %s to be found, %s", self.path, counted(len(index), "KV block"), taken)
         return index
@@ -286,24 +322,18 @@ class KvFolder:
             entries = counted(num_entries, "KV block")
             logger.warning("%s: of %s not used: %s", path, entries, counts)
         self._segments[number] = Segment(path, scan.num_bytes, scan.capacity)
-        if not scan.num_bytes:
-            self._drop(number)
         for block in scan.blocks:
             newest[block.digest] = block._replace(record=number << INDEX_BITS | block.record)
 
-    def _parents_first(self, newest: dict[bytes, StoredBlock]) -> list[StoredBlock]:
-        """Those whose files are still there. A block without a parent among them is the first of
-        a prefix, as far as can be told here; a circle of parents is damage, and left out."""
-        present = {
-            digest: block
-            for digest, block in newest.items()
-            if _place(block.record)[0] in self._segments
-        }
+    @staticmethod
+    def _parents_first(newest: dict[bytes, StoredBlock]) -> list[StoredBlock]:
+        """A block without a parent among them is the first of a prefix, as far as can be told
+        here; a circle of parents is damage, and left out."""
         children: defaultdict[bytes, list[StoredBlock]] = defaultdict(list)
-        for block in present.values():
+        for block in newest.values():
             children[block.parent].append(block)
         index = [
-            block for parent, some in children.items() if parent not in present for block in some
+            block for parent, some in children.items() if parent not in newest for block in some
         ]
         for block in index:  # grows meanwhile
             index.extend(children.get(block.digest, ()))
@@ -314,6 +344,9 @@ class KvFolder:
     def _is_ours(self) -> bool:
         """Whether the lock is still where it was; else nothing in the folder is used any more.
         OSError."""
+        if self._lock_fd < 0:  # the disk was too full for it
+            self._open()
+            self.index = []  # what was there is for the next start
         if not self._is_lost and not self._has_lock():
             self._is_lost = True
             logger.warning(
@@ -341,7 +374,16 @@ class KvFolder:
         there_is = min(self._limit_bytes, self._num_bytes() + shutil.disk_usage(self.path).free)
         capacity = self._format.capacity_for(min(SEGMENT_BYTES, there_is // SEGMENTS))
         num_bytes = self._format.file_bytes(capacity)
-        self._make_room(num_bytes)
+        gone = self._make_room(num_bytes)
+        if gone and not self._deleted:
+            logger.info(
+                "%s: %s is reached, so files are deleted for what is new: %s; more are only "
+                "counted",
+                self.path,
+                self._limit,
+                _in_words(gone),
+            )
+        self._deleted += gone
         if self._num_bytes() + num_bytes > self._limit_bytes:
             raise OSError(errno.ENOSPC, "No room beside the files that can't be deleted")
         while True:
@@ -357,14 +399,18 @@ class KvFolder:
         segment = self._segments[number] = Segment(path, num_bytes, capacity, fd)
         return segment
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Delete files until so much more fits, or there are none. OSError."""
+    def _make_room(self, num_bytes: int) -> Counter[str]:
+        """Delete files until so much more fits, or there are none: which, as numbers. OSError."""
         total = self._num_bytes() + num_bytes
+        gone: Counter[str] = Counter()
         for number in self._droppable():
             if total <= self._limit_bytes:
                 break
-            total -= self._segments[number].num_bytes
-            self._drop(number)
+            segment = self._segments[number]
+            total -= segment.num_bytes
+            if self._drop(number):
+                gone.update(file=1, block=len(segment.live), byte=segment.num_bytes)
+        return gone
 
     def _drop_oldest(self) -> bool:
         """Whether there was one to delete. OSError."""
@@ -374,14 +420,17 @@ class KvFolder:
         return number is not None
 
     def _droppable(self) -> list[int]:
-        """Those of no use, then the oldest; never the one that is written."""
-        return sorted(
-            (number for number in self._segments if number != self._current),
-            key=lambda number: (self._segments[number].capacity > 0, number),
-        )
+        """Those that can't be kept, those of no use, then the oldest; never the one that is
+        written."""
 
-    def _drop(self, number: int) -> None:
-        """Delete a segment. One that can't be deleted is left out. OSError: none can be."""
+        def order(number: int) -> tuple[bool, bool, int]:
+            segment = self._segments[number]
+            return segment.num_bytes <= self._limit_bytes, segment.capacity > 0, number
+
+        return sorted((number for number in self._segments if number != self._current), key=order)
+
+    def _drop(self, number: int) -> bool:
+        """Delete a segment. One that can't be deleted is left out (False). OSError: none can be."""
         segment = self._segments[number]
         try:
             segment.path.unlink(missing_ok=True)
@@ -391,8 +440,9 @@ class KvFolder:
             self._leave_out(number, f"it can't be deleted: {error.strerror}")
             if left := self._segments.pop(number, None):
                 self._limit_bytes -= left.num_bytes
-        else:
-            self._forget(number)
+            return False
+        self._forget(number)
+        return True
 
     def _leave_out(self, number: int, reason: str) -> None:
         """Use nothing of it any more."""
@@ -441,7 +491,7 @@ class KvFolder:
         segment.faults[reason] += 1
         if segment.faults[reason] == 1:
             logger.warning(
-                "%s: block %d is given up: %s; more of the kind in this file are only counted",
+                "%s: KV block %d can't be used: %s; more like it in this file are only counted",
                 segment.path,
                 index,
                 reason,
@@ -459,6 +509,11 @@ class KvFolder:
 def is_full(error: OSError) -> bool:
     """Whether it is that there is no more room."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _in_words(gone: Counter[str]) -> str:
+    blocks = counted(gone["block"], "usable KV block")
+    return f"{counted(gone['file'], 'file')} with {blocks}, {format_bytes(gone['byte'])}"
 
 
 def _place(record: int) -> tuple[int, int]:

@@ -154,6 +154,7 @@ class TorchRunner:
             model.config,
             block_bytes=_block_bytes(config, model.config, dtype),
             free_bytes=self._share.free_bytes,
+            held_back_bytes=self._share.held_back_bytes,
             limit_bytes=None if is_gpu else CPU_LIMIT_BYTES,
             host_free_bytes=available_memory_bytes() if is_gpu else None,
         )

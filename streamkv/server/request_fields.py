@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import HTTPConnection
 
-from ..engine.admission import MAX_SESSION_TTL_S
 from ..engine.async_engine import AsyncEngine
 from ..engine.stream import TokenStream
 from ..errors import InvalidRequestError
@@ -119,7 +118,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Name | None = None
     session_id: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_LEN)] | None = None
-    session_ttl: Annotated[float, Meta(ge=0, le=MAX_SESSION_TTL_S)] | None = None  # seconds
+    session_ttl: float | None = None  # seconds
     return_token_ids: bool | None = None
 
     def for_engine(self, connection: HTTPConnection) -> ForEngine:

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from streamkv.core.sequence import Sequence, SequenceStatus
-from streamkv.errors import CapacityError
+from streamkv.errors import CapacityError, InvalidRequestError
 from streamkv.protocol import CopyKind, FinishReason
 
 STEPS_PER_RUN = 60
@@ -112,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             try:
                 self._add([*COMMON[:common_len], *end], max_tokens, **sampling, **rest)
                 return
-            except CapacityError as error:
+            except InvalidRequestError as error:
                 assert "beams" in str(error)
                 width, max_tokens = width - 1, -(-max_tokens // 2)
 
@@ -279,7 +279,7 @@ def run_machine(num_commands: int, *, shrinks: bool) -> Counter[str]:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=-(-num_commands // STEPS_PER_RUN) * 6 // 5,
+            max_examples=-(-num_commands // STEPS_PER_RUN) * 4 // 3,
             stateful_step_count=STEPS_PER_RUN,
             deadline=None,
             database=None,

@@ -20,7 +20,7 @@ from core.harness import EOS, VOCAB_SIZE, Harness
 from fakes import FakeStore
 
 from streamkv.core.sequence import Sequence
-from streamkv.errors import CapacityError
+from streamkv.errors import CapacityError, InvalidRequestError
 from streamkv.protocol import CopyKind, FinishReason
 from streamkv.step_bytes import encode_step
 
@@ -172,7 +172,7 @@ class _Episode:
         self.harness.scheduler.resize(self.num_blocks)
         try:
             added = self.harness.add(**fields, **sampling)
-        except CapacityError:
+        except InvalidRequestError:
             assert sampling["use_beam_search"]
             added = self.harness.add(**fields)
         self.sequences += added

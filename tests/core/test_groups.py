@@ -6,7 +6,7 @@ from fakes import expected_beams
 
 from streamkv.core.scheduler import NO_TOKEN
 from streamkv.core.sequence import SequenceStatus
-from streamkv.errors import CapacityError
+from streamkv.errors import CapacityError, InvalidRequestError
 from streamkv.protocol import CopyKind, FinishReason, Request, SamplingParams, unpack_ints
 
 PROMPT = [5, 6, 7, 8, 9, 10]  # a block of four and half of one
@@ -422,13 +422,13 @@ def beam_request(width: int, num_prompt_tokens: int = 6, max_tokens: int = 6) ->
 def test_more_beams_than_rows_are_refused():
     scheduler = Harness(max_num_seqs=4).scheduler
     scheduler.check_admissible(beam_request(4))
-    with pytest.raises(CapacityError) as error:
+    with pytest.raises(InvalidRequestError) as error:
         scheduler.add(beam_request(5))
     assert str(error.value) == (
         "best_of: expected at most 4 beams, as many as sequences run at once, got 5; "
-        "ask for fewer, or start the server with a higher --max-num-seqs"
+        "ask for fewer, or start with a higher --max-num-seqs"
     )
-    assert error.value.param == "best_of"
+    assert (error.value.param, error.value.code) == ("best_of", None), "KV memory isn't the matter"
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,9 @@ def test_what_keeps_beams_from_running_at_once_is_named(
     scheduler = Harness(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     ).scheduler
-    with pytest.raises(CapacityError, match=f"at most {most} beams, .* with a higher {flags}$"):
+    with pytest.raises(
+        InvalidRequestError, match=f"at most {most} beams, .* with a higher {flags}$"
+    ):
         scheduler.add(beam_request(5))
 
 
@@ -489,9 +491,10 @@ def test_beams_that_do_not_fit_at_full_length_are_refused():
     with pytest.raises(CapacityError) as error:
         scheduler.add(beam_request(4))
     assert str(error.value).startswith(
-        "needs 9 blocks of 4 tokens (6 in the prompt + max_tokens 6 for each of 4 beams), the pool "
-        "has 7 (28 tokens); lower best_of, shorten the prompt, lower max_tokens, or start "
+        "best_of: a search with 4 beams needs 9 KV blocks of 4 tokens (6 in the prompt, max_tokens "
+        "6), the pool has 7 (28 tokens); lower best_of, shorten the prompt, lower max_tokens, or "
     )
+    assert (error.value.param, error.value.code) == ("best_of", "kv_capacity_exceeded")
 
 
 def test_candidates_come_from_the_context_that_was_read():

@@ -365,6 +365,18 @@ def test_a_load_that_finds_nothing_any_more_ends_at_once():
     harness.check_answer(long)
 
 
+def test_a_load_that_has_ended_is_cancelled_before_anybody_was_told():
+    harness = stored([SHORT])
+    loading = harness.add_one(SHORT, 2)
+    assert harness.schedule() is None
+    for record in list(harness.store.records):
+        harness.store.drop(record)
+    harness.deliver()
+    harness.finish(loading)
+    assert harness.schedule() is None
+    harness.run()
+
+
 def test_a_search_of_which_one_beam_loads_gets_its_blocks_from_those_behind():
     store = FakeStore()
     harness = Harness(

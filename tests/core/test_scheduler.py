@@ -195,7 +195,7 @@ def test_what_fits_to_the_last_block_runs_and_with_one_less_is_refused(
     prompt = range(num_prompt_tokens)
     if num_blocks > 1:
         with pytest.raises(
-            CapacityError, match=f"^needs {num_blocks} blocks .* has {num_blocks - 1} "
+            CapacityError, match=f" needs {num_blocks} KV blocks .* has {num_blocks - 1} "
         ):
             Harness(num_blocks=num_blocks - 1, block_size=block_size).add_one(prompt, max_tokens)
     harness = Harness(num_blocks=num_blocks, block_size=block_size)
@@ -227,10 +227,12 @@ def test_a_request_that_could_never_fit_is_refused_with_the_numbers_and_the_reme
     with pytest.raises(CapacityError) as error:
         scheduler.add(make_request(5, 9))
     assert str(error.value) == (
-        "needs 4 blocks of 4 tokens (5 in the prompt + max_tokens 9), the pool has 3 (12 tokens); "
-        "shorten the prompt, lower max_tokens, or start the server with more KV memory: "
-        "--kv-cache-memory-bytes, --gpu-memory-utilization or --num-gpu-blocks-override"
+        "max_tokens: the request needs 4 KV blocks of 4 tokens (5 in the prompt, max_tokens 9), "
+        "the pool has 3 (12 tokens); shorten the prompt, lower max_tokens, or start with more KV "
+        "memory: by --num-gpu-blocks-override where that is given, else by "
+        "--kv-cache-memory-bytes or --gpu-memory-utilization"
     )
+    assert (error.value.param, error.value.code) == ("max_tokens", "kv_capacity_exceeded")
     assert not scheduler.has_work
 
 

@@ -58,7 +58,7 @@ from streamkv.protocol import SamplingParams
         (["x"] * 128, {}, ContextLengthError, "prompt", "at most 127 tokens.* got 128"),
         ([1, 2**40], {}, InvalidRequestError, "prompt", f"got {2**40}"),
         ("a" * 9000, {}, ContextLengthError, "prompt", "9000 characters, .* at least 692 tokens"),
-        ([1] * 60, {"max_tokens": 60}, CapacityError, "max_tokens", "needs 30 blocks"),
+        ([1] * 60, {"max_tokens": 60}, CapacityError, "max_tokens", "needs 30 KV blocks"),
     ],
 )
 def test_a_request_that_can_not_be_served_is_refused_on_entering(
@@ -168,7 +168,7 @@ def test_who_exceeds_a_context_that_kv_memory_has_cut_is_told_what_gives_more():
     bound = "the context is cut from 1,000 to 128: more by --num-gpu-blocks-override"
     runner.info = msgspec.structs.replace(runner.info, full_model_len=1000, kv_bound=bound)
     more = (
-        ", or start the server with more KV memory: {} tokens need {} KV blocks of 4, there are "
+        ", or start with more KV memory: {} tokens need {} KV blocks of 4, there are "
         f"32 ({bound})"
     )
 
@@ -188,10 +188,12 @@ def test_who_exceeds_a_context_that_kv_memory_has_cut_is_told_what_gives_more():
             assert (await refused([1] * 128)).endswith(more.format(129, 33))
             assert (await refused([1] * 999)).endswith(more.format(1000, 250))
             assert (await refused([1] * 1000)).endswith("; shorten the prompt")
-            assert (await refused("a" * 9000)).endswith(more.format(693, 174))
+            assert (await refused("a" * 9000)).endswith(more.format("at least 693", "at least 174"))
             with pytest.raises(ContextLengthError) as caught:
                 await engine.encode_chat([HI] * 129)
-            assert caught.value.message.endswith("; send fewer" + more.format(129, 33))
+            assert caught.value.message.endswith(
+                "; send fewer" + more.format("at least 129", "at least 33")
+            )
 
     run(main)
 

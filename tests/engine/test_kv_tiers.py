@@ -197,7 +197,7 @@ def test_what_can_never_fit_is_refused_with_numbers_and_flags():
         async with make_engine(make_runner(num_blocks=8)) as engine:
             with pytest.raises(CapacityError, match="--kv-cache-memory-bytes") as raised:
                 await engine.generate(LONG, greedy(max_tokens=1)).collect()
-            assert "needs 10 blocks of 4 tokens" in raised.value.message
+            assert "needs 10 KV blocks of 4 tokens" in raised.value.message
             beams = SamplingParams(use_beam_search=True, n=4, max_tokens=16)
             with pytest.raises(CapacityError, match="4 beams"):
                 await engine.generate([5], beams).collect()

@@ -41,6 +41,7 @@ def plan(**changes):
     numbers = {
         "free_bytes": 16_000 * 100,
         "limit_bytes": None,
+        "held_back_bytes": 16_000,
         "block_size": 16,
         "max_num_seqs": 8,
         "max_model_len": 0,
@@ -72,7 +73,9 @@ def test_the_limit_caps_the_pool_but_gives_way_to_one_sequence_that_was_asked_fo
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_numbers():
     with pytest.raises(ConfigError, match="2000 needs 125 KV blocks .* there are 100") as caught:
         plan(max_model_len=2000)
-    assert "--max-model-len to 1600" in caught.value.message
+    assert caught.value.message.endswith("--max-model-len to 1600, or get more by freeing memory")
+    with pytest.raises(ConfigError, match="more by --gpu-memory-utilization or freeing memory$"):
+        plan(max_model_len=1616)
     with pytest.raises(ConfigError, match="at most 4096, the positions"):
         plan(max_model_len=5000, free_bytes=GIB)
 
@@ -125,12 +128,20 @@ def test_host_slots_that_do_not_fit_are_refused_with_numbers():
         slots(kv_cache_dir="kv", free_bytes=0)
     with pytest.raises(ConfigError, match=r"--swap-space.: .* for at least one .* 15.6 KiB, got"):
         slots(swap_space=0.00001)
-    with pytest.raises(ConfigError, match="1,048,576 KV blocks in host memory take 15.6 GiB"):
-        slots(swap_space=100.0)
+    with pytest.raises(ConfigError) as caught:
+        slots(swap_space=1_000_000.0)
+    assert caught.value.message == (
+        "swap_space (--swap-space): 1,048,576 KV blocks in host memory, the most there can be, "
+        "take 15.6 GiB, 1.0 GiB are free: lower --swap-space (1000000 GiB)"
+    )
 
 
 def whole_plan(
-    model: ModelConfig, host_free_bytes: int | None = None, free_bytes: int = 40 * MIB, **config
+    model: ModelConfig,
+    host_free_bytes: int | None = None,
+    free_bytes: int = 40 * MIB,
+    held_back_bytes: int = GIB,
+    **config,
 ):
     return plan_memory(
         EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, **config),
@@ -138,6 +149,7 @@ def whole_plan(
         block_bytes=MIB,
         free_bytes=free_bytes,
         limit_bytes=None,
+        held_back_bytes=held_back_bytes,
         host_free_bytes=host_free_bytes,
     )
 
@@ -149,13 +161,17 @@ def test_host_slots_come_out_of_the_same_memory_unless_the_device_has_its_own():
     found = whole_plan(MODEL, **swap)
     assert (found.num_host_slots, found.num_blocks) == (10, num_blocks - 10)
     assert found.host_bytes == 10 * MIB
+    assert found.bound.startswith("all that is free beside --swap-space, the context is cut ")
+    assert whole_plan(MODEL, kv_cache_dir="kv", free_bytes=80 * MIB).bound.startswith(
+        "all that is free, the context is cut "
+    )
     found = whole_plan(MODEL, host_free_bytes=10 * MIB, **swap)
     assert (found.num_host_slots, found.num_blocks) == (10, num_blocks)
     with pytest.raises(ConfigError, match="take 10.0 MiB, 9.0 MiB are free"):
         whole_plan(MODEL, host_free_bytes=9 * MIB, **swap)
     told = {"kv_cache_memory_bytes": 32 * MIB}
     assert whole_plan(MODEL, **told).num_blocks == 32
-    with pytest.raises(ConfigError, match="take 10.0 MiB, .* MiB are free.*bytes .33554432"):
+    with pytest.raises(ConfigError, match="take 10.0 MiB, .* MiB are free.*bytes .32.0 MiB"):
         whole_plan(MODEL, **told, **swap)
 
 
@@ -163,34 +179,42 @@ def test_more_kv_memory_than_is_free_is_refused_with_numbers_but_an_override_is_
     told = {"kv_cache_memory_bytes": GIB}
     expected = (
         r"--kv-cache-memory-bytes.: KV blocks are to take 1.0 GiB, 39.9 MiB are free within "
-        r"--gpu-memory-utilization .0.9.: raise that, or lower --kv-cache-memory-bytes .1073741824."
+        r"--gpu-memory-utilization .0.9.: raise that, or lower --kv-cache-memory-bytes .1.0 GiB."
     )
     with pytest.raises(ConfigError, match=expected):
         whole_plan(MODEL, **told)
     with pytest.raises(ConfigError, match="39.9 MiB are free: lower --kv-cache-memory-bytes"):
-        whole_plan(MODEL, **told, gpu_memory_utilization=1.0)
+        whole_plan(MODEL, held_back_bytes=0, **told, gpu_memory_utilization=1.0)
+    with pytest.raises(ConfigError, match=r"free within --gpu.* .0.9.: lower --kv-cache-memory-b"):
+        whole_plan(MODEL, held_back_bytes=900 * MIB, **told)
     assert whole_plan(MODEL, num_gpu_blocks_override=1024).num_blocks == 1024
     assert whole_plan(MODEL, num_gpu_blocks_override=1024, **told).num_blocks == 1024
 
 
 def test_a_step_that_does_not_fit_is_refused_with_the_flags_that_help():
-    def refused(**config) -> str:
+    def refused(held_back_bytes: int = GIB, **config) -> str:
         with pytest.raises(ConfigError, match="the largest step needs") as caught:
-            whole_plan(MODEL, free_bytes=1000, **config)
+            whole_plan(MODEL, free_bytes=1000, held_back_bytes=held_back_bytes, **config)
         return caught.value.message.partition("KV cache, ")[2]
 
     lower = "lower --max-num-batched-tokens (16) or --max-num-seqs (2)"
     assert refused(gpu_memory_utilization=0.01) == (
         f"1,000 bytes are free within --gpu-memory-utilization (0.01): raise that, or {lower}"
     )
-    assert refused(gpu_memory_utilization=1.0) == f"1,000 bytes are free: {lower}"
+    assert refused(0, gpu_memory_utilization=1.0) == f"1,000 bytes are free: {lower}"
+    within = "1,000 bytes are free within --gpu-memory-utilization (0.9): "
+    assert refused(1000) == f"{within}{lower}", "raising it would not do"
     assert whole_plan(MODEL, free_bytes=1000, num_gpu_blocks_override=3).num_blocks == 3
 
 
 def test_only_flags_that_were_given_are_to_be_lowered():
     assert flags_to_lower(EngineConfig()) == "--gpu-memory-utilization (0.9)"
     config = EngineConfig(num_gpu_blocks_override=7, swap_space=0.5, kv_cache_dir="kv")
-    assert flags_to_lower(config) == "--num-gpu-blocks-override (7) or --swap-space (0.5)"
+    assert flags_to_lower(config) == "--num-gpu-blocks-override (7) or --swap-space (0.5 GiB)"
+    config = EngineConfig(kv_cache_memory_bytes="100G", swap_space=1e6)
+    assert flags_to_lower(config) == (
+        "--kv-cache-memory-bytes (100 GiB) or --swap-space (1000000 GiB)"
+    )
 
     def remedies(host_free_bytes: int | None = None, **config) -> str:
         with pytest.raises(ConfigError, match="in host memory take") as caught:
@@ -198,24 +222,38 @@ def test_only_flags_that_were_given_are_to_be_lowered():
         return caught.value.message.partition("free")[2]
 
     within = " within --gpu-memory-utilization (0.9): raise that, or "
-    assert remedies(swap_space=1.0) == f"{within}lower --swap-space (1)"
-    assert remedies(swap_space=1.0, kv_cache_dir="kv") == f"{within}lower --swap-space (1)"
+    lower = "lower --swap-space (1 GiB)"
+    assert remedies(swap_space=1.0) == f"{within}{lower}"
+    assert remedies(swap_space=1.0, kv_cache_dir="kv") == f"{within}{lower}"
+    cannot = " within --gpu-memory-utilization (0.9): "
+    assert remedies(swap_space=1.5) == f"{cannot}lower --swap-space (1.5 GiB)"
     assert remedies(kv_cache_dir="kv") == f"{within}leave out --kv-cache-dir"
     told = {"kv_cache_memory_bytes": 32 * MIB}
-    also = "lower --kv-cache-memory-bytes (33554432)"
-    assert remedies(swap_space=1.0, **told) == f"{within}lower --swap-space (1) or {also}"
-    assert remedies(MIB, swap_space=1.0, **told) == ": lower --swap-space (1)"
+    also = "lower --kv-cache-memory-bytes (32.0 MiB)"
+    assert remedies(swap_space=1.0, **told) == f"{within}{lower}", "less of the other would not do"
+    small = {"swap_space": 20 / 1024} | told
+    assert remedies(**small) == f"{within}lower --swap-space (0.01953125 GiB) or {also}"
+    assert remedies(MIB, swap_space=1.0, **told) == f": {lower}"
 
 
 def test_the_plan_says_what_keeps_it_small_and_what_gives_more():
-    cut = "the context is cut from 4,096 to"
+    free, cut = "all that is free", "the context is cut from 4,096 to"
     for changes, bound in (
-        ({}, f"{cut} 1,600: more by --gpu-memory-utilization or more free memory"),
-        ({"free_bytes": 16_000 * 256}, ""),
-        ({"free_bytes": GIB}, ""),
+        ({}, f"{free}, {cut} 1,600: more by --gpu-memory-utilization or freeing memory"),
+        ({"held_back_bytes": 0}, f"{free}, {cut} 1,600: more by freeing memory"),
+        (
+            {"free_bytes": 16_000 * 256},
+            f"{free}: more by --gpu-memory-utilization or freeing memory",
+        ),
+        ({"free_bytes": GIB}, "enough for 8 sequences: more by --max-num-seqs"),
+        ({"free_bytes": GIB, "max_num_seqs": 1}, "enough for 1 sequence: more by --max-num-seqs"),
         ({"num_blocks_override": 7}, f"{cut} 112: more by --num-gpu-blocks-override"),
         ({"kv_memory_bytes": 16_000 * 9}, f"{cut} 144: more by --kv-cache-memory-bytes"),
-        ({"free_bytes": GIB, "limit_bytes": GIB - 1}, ""),
+        ({"num_blocks_override": 256}, ""),
+        (
+            {"free_bytes": GIB, "limit_bytes": GIB - 1},
+            "enough for 8 sequences: more by --max-num-seqs",
+        ),
         (
             {"free_bytes": GIB, "limit_bytes": 16 * MIB},
             "at most 16.0 MiB on a CPU: more by --kv-cache-memory-bytes",
@@ -224,10 +262,14 @@ def test_the_plan_says_what_keeps_it_small_and_what_gives_more():
             {"free_bytes": GIB, "limit_bytes": MIB},
             f"at most 1.0 MiB on a CPU, {cut} 1,040: more by --kv-cache-memory-bytes",
         ),
-        ({"max_model_len": 800}, ""),
+        (
+            {"max_model_len": 800},
+            f"{free}: more by --gpu-memory-utilization or freeing memory",
+        ),
         (
             {"free_bytes": 1 << 50, "block_size": 1, "max_context_len": 2**24},
-            "the context is cut from 16,777,216 to 1,048,576: more by a larger --block-size",
+            "the most blocks there can be, the context is cut from 16,777,216 to 1,048,576: more "
+            "by a larger --block-size",
         ),
     ):
         found = plan(**changes)
@@ -273,6 +315,8 @@ def test_a_budget_is_shared_by_name():
         budget.reserve("b weights", 500)
     with pytest.raises(ConfigError, match="a weights is reserved already"):
         budget.reserve("a weights", 1)
+    with pytest.raises(ConfigError, match="use a smaller model or dtype$"):
+        budget.reserve("b weights", 500)
     assert budget.free_bytes == 400
     budget.reserve("a KV cache", 5000, overcommit=True)
     assert budget.free_bytes == 0
@@ -286,9 +330,14 @@ def test_a_budget_is_shared_by_name():
 def test_a_share_is_of_the_budget_it_was_given_or_of_what_is_available():
     config = EngineConfig(model="m", gpu_memory_utilization=0.5)
     own = MemoryShare(config, None)
+    assert own.held_back_bytes == 0
     own.measure(lambda: 2000)
     own.reserve("weights", 600)
-    assert own.free_bytes == 400
+    assert (own.free_bytes, own.held_back_bytes) == (400, 1000)
+    with pytest.raises(ConfigError, match="or dtype, or raise --gpu-memory-utilization$"):
+        own.reserve("KV cache", 1400)
+    with pytest.raises(ConfigError, match="use a smaller model or dtype$"):
+        own.reserve("KV cache", 1401)
     budget = MemoryBudget(1000)
     given = MemoryShare(config, budget)
     given.measure(lambda: 10**9)
@@ -296,6 +345,7 @@ def test_a_share_is_of_the_budget_it_was_given_or_of_what_is_available():
     with pytest.raises(ConfigError, match="m KV cache: 500 bytes needed"):
         given.reserve("KV cache", 500)
     assert given.free_bytes == budget.free_bytes == 400
+    assert given.held_back_bytes == 0
     for _ in range(2):
         given.release()
         assert budget.free_bytes == 1000

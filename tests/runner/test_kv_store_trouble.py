@@ -20,6 +20,7 @@ from runner.kv_stores import (
     BLOCK_BYTES,
     NUM_SLOTS,
     SMALL,
+    Driver,
     block,
     content_of,
     number_of,
@@ -28,6 +29,7 @@ from runner.kv_stores import (
     warned,
 )
 
+from streamkv.errors import ConfigError
 from streamkv.runner import kv_store
 
 
@@ -50,7 +52,7 @@ def test_a_full_disk(tmp_path, caplog, monkeypatch):
         failed, *untried = results[num_good:]
         assert not failed.ok and all(one.ok for one in untried)
         (line,) = warned(caplog)
-        assert "No space left" in line and "not written any more" in line
+        assert "No space left" in line and "only read and not written" in line
         assert "; free some space, or lower --kv-cache-disk" in line
         for number in range(num_good):
             assert driver.read(block(number, record=results[number].record)) == content_of(number)
@@ -66,6 +68,75 @@ def test_a_full_disk(tmp_path, caplog, monkeypatch):
             content_of(number_of(one)) for one in driver.index
         ]
     assert warned(caplog) == []
+
+
+@pytest.mark.parametrize("number", (errno.ENOSPC, errno.EDQUOT))
+@pytest.mark.parametrize(
+    ("full_for", "is_known"),
+    (("mkdir", False), ("open", False), ("open", True), ("pwrite", False), ("pwrite", True)),
+)
+def test_a_disk_that_is_full_at_the_start(
+    tmp_path, caplog, monkeypatch, number, full_for, is_known
+):
+    """The folder is there, or can't even be made: the start is the same, and so is what comes
+    when there is room."""
+    folder = tmp_path / "kv"
+    if is_known:
+        folder.mkdir()
+
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, full_for, fail)
+        driver = Driver(folder)
+        (line,) = warned(caplog)
+        assert str(folder) in line and os.strerror(number) in line
+        assert "only read and not written (it is tried every 60 s)" in line
+        assert "; free some space" in line
+        assert driver.index == []
+        assert driver.write(0)[1:] == (True, -1, ())
+        driver.store._retry_at = 0.0
+        assert not driver.write(1).ok
+        assert driver.read(block(0, record=1 << 20)) is None
+    driver.store._retry_at = 0.0
+    record = driver.write(2).record
+    assert driver.read(block(2, record=record)) == content_of(2)
+    with pytest.raises(ConfigError, match="another one is using"):
+        Driver(folder)
+    driver.store.close()
+    assert warned(caplog) == []
+    with opened(folder) as driver:
+        assert 2 in [number_of(one) for one in driver.index]
+
+
+def test_a_disk_that_stays_full_till_the_end(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(os, "open", _fail_full)
+    with opened(tmp_path / "kv"):
+        assert len(warned(caplog)) == 1
+    assert warned(caplog) == []
+
+
+def test_a_folder_that_another_server_took_while_the_disk_was_full(tmp_path, caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _fail_full)
+        late = Driver(tmp_path)
+    with opened(tmp_path, limit_bytes=SMALL) as first:
+        records = [first.write(number).record for number in range(3)]
+        warned(caplog)
+        late.store._retry_at = 0.0
+        assert late.write(5)[1:] == (False, -1, ())
+        assert first.read(block(0, record=records[0])) == content_of(0)
+    late.store._retry_at = 0.0
+    assert late.write(6).record not in (-1, *records)
+    late.store.close()
+    assert warned(caplog) == []
+    with opened(tmp_path) as driver:
+        assert [number_of(one) for one in driver.index] == [0, 6, 1, 2]
+
+
+def _fail_full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class SmallDisk:
@@ -124,7 +195,7 @@ def test_a_disk_that_others_fill(tmp_path, caplog, monkeypatch):
             result = driver.write(8)
         assert not result.ok and records[0] in result.dropped
         full, paused = warned(caplog)
-        assert "are deleted for new ones" in full and "not written any more" in paused
+        assert "are deleted for new ones" in full and "only read and not written" in paused
         assert driver.write(9)[1:] == (True, -1, ())
         disk.num_bytes = SMALL
         driver.store._retry_at = 0.0
@@ -214,7 +285,7 @@ def _break_disk(path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("harm", "reason"),
-    ((_damage_all, "is damaged"), (_cut, "is cut off"), (_break_disk, "Input/output error")),
+    ((_damage_all, "damaged data"), (_cut, "data cut off"), (_break_disk, "Input/output error")),
 )
 def test_each_kind_of_fault_is_a_line_and_a_number(tmp_path, caplog, monkeypatch, harm, reason):
     with opened(tmp_path) as driver:
@@ -345,7 +416,7 @@ def test_a_folder_that_cannot_be_changed_any_more(tmp_path, caplog, monkeypatch)
         _refuse_to_unlink(monkeypatch, errno.EROFS, None)
         assert not driver.write(8).ok
         (line,) = warned(caplog)
-        assert "not written any more" in line and segments(tmp_path)[0].name in line
+        assert "only read and not written" in line and segments(tmp_path)[0].name in line
         for number, record in enumerate(records):
             assert driver.read(block(number, record=record)) == content_of(number)
 

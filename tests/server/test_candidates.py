@@ -149,6 +149,10 @@ def test_a_session_is_kept_by_field_or_header_for_its_salt_alone() -> None:
         refused = client.post(TEXT, json=timed)
         assert refused.status_code == 400
         assert "expected a session_id (or the header X-Session-Id)" in refused.text
+        for wrong in (-1, 604_801):
+            refused = client.post(TEXT, json=body | {"session_id": "a", "session_ttl": wrong})
+            expected = f"session_ttl: expected seconds, 0 to 604800, got {wrong}.0"
+            assert refused.json()["error"]["message"] == expected
         salted = body | {"session_id": "a", "cache_salt": "of another"}
         assert client.post(TEXT, json=salted).status_code == 200
         server.wait_idle()

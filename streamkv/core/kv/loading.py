@@ -107,6 +107,8 @@ class Loading:
         load = self._loads.pop(sequence, None) or self._done.pop(sequence, None)
         if load is not None:
             load.is_cancelled = True
+            if load in self._ended:
+                self._ended.remove(load)
             while self._next_read(load) is not None:  # another one wants it
                 load.reads.popleft()
 
@@ -137,7 +139,6 @@ class Loading:
         for load in self._readers:
             self._next_read(load)
         ended, self._ended = self._ended, []
-        ended = [load for load in ended if not load.is_cancelled]
         for load in ended:
             self._touch(load.path)
         return [load.sequence for load in ended]
