@@ -209,6 +209,8 @@ def test_check_integrity_sees_damage():
     with pytest.raises(IntegrityError, match="I6: slots of nodes"):
         tree.check_integrity()
     node.slot = -1
+    publish(tree, [1, 3], [0, 2])
+    tree.check_integrity()
     node.key = pack_ints([7])
     with pytest.raises(IntegrityError, match="misplaced"):
         tree.check_integrity()

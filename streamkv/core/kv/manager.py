@@ -250,7 +250,7 @@ class KVManager:
         parent, cached = node or self.tree.root(self._salt(sequence.request)), self.tree.blocks
         for index in range(first, num_full):
             key = token_ids[index * block_size : (index + 1) * block_size].tobytes()
-            node = parent = parent.children.get(key) or parent.add_child(key)
+            node = parent = parent.child(key) or parent.add_child(key)
             if node.block_id < 0:
                 block_id = table[index]
                 if cached[block_id] is None and node.slot < 0:  # a new one; as `fill` does it
@@ -275,10 +275,6 @@ class KVManager:
         tiers, table = self._tiers, sequence.block_table
         node, tail = sequence.prefix_node, self._tails.pop(sequence, None)
         path = [] if node is None else node.path()
-        if keep is not Keep.FORGET:
-            for node, block_id in zip(path, table, strict=False):
-                if node.block_id < 0:
-                    tiers.fill(node, block_id)
         if keep is Keep.CACHE:
             self._storing.persist(path)
         if tail is not None and tail.is_attached:
@@ -292,6 +288,8 @@ class KVManager:
         pool, end = self.pool, self.pool.num_blocks
         plain: list[int] = []  # as most are; in one go
         for node, block_id in zip(reversed(path), reversed(table[: len(path)]), strict=True):
+            if node.block_id < 0 and keep is not Keep.FORGET:
+                tiers.fill(node, block_id)
             if node.block_id == block_id < end and node.slot < 0 and not node.pins:
                 plain.append(block_id)
                 continue

@@ -3,12 +3,13 @@
 Owns the node's place among its siblings. Must not know who uses it, or which tier is full.
 Invariants: keys are the tokens themselves (packed int32), so equal hashes of different tokens
 can't be confused; a child with fewer than block_size tokens has no children; `sorted_keys`, once
-there are many children, has the keys of all of them.
+there are many children, has the keys of all of them. A child is the only one or in a dict: most
+nodes have one at most, and there are many nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -25,13 +26,14 @@ class PrefixNode:
 
     __slots__ = (
         "_digest",
+        "_many",
         "block_id",
-        "children",
         "given_up",
         "is_queued",
         "key",
         "num_tokens",
         "num_users",
+        "only_child",
         "parent",
         "pins",
         "record",
@@ -48,7 +50,8 @@ class PrefixNode:
         self.block_id = NOWHERE  # on the device
         self.slot = NOWHERE  # in host memory
         self.record = NOWHERE  # on disk
-        self.children: dict[bytes, PrefixNode] = _NO_CHILDREN
+        self.only_child: PrefixNode | None = None
+        self._many: dict[bytes, PrefixNode] = _NONE  # all children, unless there is only one
         self.sorted_keys: SortedKeys | None = None
         self.pins = 0  # who wants it to be evicted last
         self.num_users = 0  # copies and reads on their way that end here: it stays in the tree
@@ -89,32 +92,51 @@ class PrefixNode:
         nodes.reverse()
         return nodes
 
+    @property
+    def has_children(self) -> bool:
+        return self.only_child is not None or bool(self._many)
+
+    def children(self) -> Collection[PrefixNode]:
+        only = self.only_child
+        return self._many.values() if only is None else (only,)
+
+    def child(self, key: bytes) -> PrefixNode | None:
+        only = self.only_child
+        if only is None:
+            return self._many.get(key)
+        return only if only.key == key else None
+
     def add_child(self, key: bytes) -> PrefixNode:
         """A new one, nowhere yet."""
-        child, children = PrefixNode(self, key), self.children
-        if not children:
-            self.children = {key: child}
-            return child
-        children[key] = child
-        if self.sorted_keys is not None:
-            self.sorted_keys.add(key)
-        elif len(children) > _FEW:
-            self.sorted_keys = SortedKeys(children)
+        child, many, only = PrefixNode(self, key), self._many, self.only_child
+        if only is not None:
+            self._many, self.only_child = {only.key: only, key: child}, None
+        elif many:
+            many[key] = child
+            if self.sorted_keys is not None:
+                self.sorted_keys.add(key)
+            elif len(many) > _FEW:
+                self.sorted_keys = SortedKeys(many)
+        else:
+            self.only_child = child
         return child
 
     def remove_child(self, child: PrefixNode) -> None:
-        del self.children[child.key]
         child.parent = None
-        if not self.children:
-            self.children, self.sorted_keys = _NO_CHILDREN, None
+        if self.only_child is child:
+            self.only_child = None
+            return
+        del self._many[child.key]
+        if not self._many:
+            self._many, self.sorted_keys = _NONE, None
         elif self.sorted_keys is not None:
             self.sorted_keys.remove(child.key)
 
     def similar_children(self, key: bytes) -> Iterable[PrefixNode]:
         """Those with the longest common beginning with `key`, and a few others."""
         if self.sorted_keys is None:
-            return self.children.values()
-        return [self.children[key] for key in self.sorted_keys.around(key, 2)]
+            return self.children()
+        return [self._many[key] for key in self.sorted_keys.around(key, 2)]
 
     def __repr__(self) -> str:
         return (
@@ -123,7 +145,7 @@ class PrefixNode:
         )
 
 
-_NO_CHILDREN: dict[bytes, PrefixNode] = {}  # of all leaves; never written to
+_NONE: dict[bytes, PrefixNode] = {}  # of all that have none or one; never written to
 
 
 class PrefixMatch(NamedTuple):

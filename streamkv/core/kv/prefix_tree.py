@@ -69,7 +69,7 @@ class PrefixTree:
 
     def child(self, parent: PrefixNode, key: bytes) -> PrefixNode:
         """The node of these tokens after `parent`; a new one is nowhere yet."""
-        return parent.children.get(key) or parent.add_child(key)
+        return parent.child(key) or parent.add_child(key)
 
     def match(self, token_ids: array[int], cache_salt: str) -> PrefixMatch:
         """The longest cached prefix that leaves at least one token to compute."""
@@ -81,7 +81,7 @@ class PrefixTree:
         begin, end, step = 0, len(packed) - INT32_BYTES, self.key_bytes
         num_device, is_on_device = 0, True
         while begin + step <= end:
-            child = node.children.get(packed[begin : begin + step])
+            child = node.child(packed[begin : begin + step])
             if child is None:
                 break
             if child.block_id < 0:
@@ -144,7 +144,7 @@ class PrefixTree:
     def prune(self, node: PrefixNode) -> None:
         """Take it out if nothing keeps it, and then its parents likewise."""
         while node.slot < 0 and node.block_id < 0 and node.record < 0:
-            if node.children or node.num_users:
+            if node.has_children or node.num_users:
                 return
             parent = node.parent
             if parent is None:
@@ -159,7 +159,7 @@ class PrefixTree:
         root = self._roots.pop(salt_digest(cache_salt), None)
         nodes = [] if root is None else [root]
         for node in nodes:  # it grows meanwhile
-            nodes += node.children.values()
+            nodes += node.children()
         for node in nodes:
             node.parent = None
             if node.block_id >= 0:
@@ -203,7 +203,7 @@ class PrefixTree:
         nodes = list(self._roots.values())
         num_roots = len(nodes)
         for node in nodes:
-            nodes += node.children.values()
+            nodes += node.children()
         return nodes[num_roots:]
 
     def check_integrity(self) -> None:
@@ -213,17 +213,17 @@ class PrefixTree:
                 raise IntegrityError("I6", f"{root} is not a root")
         blocks, slots, records = {}, {}, {}
         for node in [*self._roots.values(), *self.nodes()]:
-            if not (node.children or node.num_users or node.has_location):
+            if not (node.has_children or node.num_users or node.has_location):
                 raise IntegrityError("I6", f"{node} is of no use, but in the tree")
-            for key, child in node.children.items():
-                sound = child.key == key and 0 < len(key) <= self.key_bytes
+            keys = sorted(child.key for child in node.children())
+            for child in node.children():
+                sound = node.child(child.key) is child and 0 < len(child.key) <= self.key_bytes
                 if not sound or child.parent is not node:
                     raise IntegrityError("I6", f"{child} is misplaced in the tree")
-            keys = sorted(node.children)
             if node.sorted_keys is not None and list(node.sorted_keys) != keys:
                 raise IntegrityError("I6", f"the sorted keys of {node} are not its children's")
             is_partial = 0 < len(node.key) < self.key_bytes
-            if is_partial and (node.children or node.record >= 0):
+            if is_partial and (node.has_children or node.record >= 0):
                 raise IntegrityError("I6", f"{node} is not full, but has children or a record")
             blocks[node.block_id] = slots[node.slot] = records[node.record] = node
         for name, found, known in (
