@@ -1,4 +1,4 @@
-"""The folder of a KvStore: its lock, its segment files, and how much they take.
+"""The folder of a KvStore: its segment files, and how much they take.
 
 Owns which files there are and which blocks in them can be read. Knows no slots, no operations and
 no threads: one at a time uses it. Invariants: one process has the folder, and touches nothing in
@@ -14,7 +14,6 @@ it is used again; of blocks with one digest the newest counts.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -27,6 +26,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..protocol import StoredBlock
 from ..words import counted, format_bytes
+from .kv_folder_lock import FolderLock, unusable
 from .kv_segments import (
     INDEX_BITS,
     OPEN_FLAGS,
@@ -41,9 +41,7 @@ from .kv_segments import (
 NAMES = re.compile(r"kv-([0-9]{8,18})\.segment")
 SEGMENTS = 4  # at least as many fit, if a block is not larger, so that room can be made in parts
 DELETED = "somebody else deleted it"
-NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO)  # of opening what should be one
 FORBIDDEN = (errno.EACCES, errno.EROFS)  # of deleting a file: that is about the folder
-NO_FOLDER = (errno.EEXIST, errno.ENOTDIR)  # of making one
 
 logger = logging.getLogger(__name__)
 
@@ -89,20 +87,20 @@ class KvFolder:
         self._dropped: list[int] = []
         self._is_lost = self._is_full_known = False
         self.unsynced: deque[Segment] = deque()  # finished, but not yet safe from the machine
-        self._lock_fd = -1
+        self._lock = FolderLock(path)
         self.index: list[StoredBlock] = []  # what there was at the start, parents first
         self.full: OSError | None = None
         try:
             self._open()
         except OSError as error:
             if not is_full(error):
-                raise self._unusable(error) from error
+                raise unusable(path, error) from error
             self.full = error
 
     def close(self) -> None:
         """Sync what was written and let go of the folder. OSError, after which it is closed."""
         try:
-            if self._lock_fd >= 0 and self._is_ours():
+            if self._lock.is_held and self._is_ours():
                 self.end_segment()
             while self.unsynced:
                 self.sync()
@@ -113,7 +111,7 @@ class KvFolder:
             if self._deleted["file"] > 1:
                 gone = _in_words(self._deleted)
                 logger.info("%s: deleted in all %s: as %s says", self.path, gone, self._limit)
-            self._unlock()
+            self._lock.release()
 
     def take_dropped(self) -> tuple[int, ...]:
         """Records that are gone since the last call."""
@@ -206,30 +204,14 @@ class KvFolder:
     def _open(self) -> None:
         """Lock the folder, and find what is there. OSError; if that is a full disk, and there is a
         lock, all but writing is possible. BlockingIOError: another server has it."""
-        self._lock()
+        self._lock.take()
         try:
             self.index = self._take_stock()
             self._try_to_write()
         except BaseException as error:
             if not isinstance(error, OSError) or not is_full(error):
-                self._unlock()
+                self._lock.release()
             raise
-
-    def _lock(self) -> None:
-        """Of a folder that is made if there is none. OSError."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            raise
-        self._lock_fd = fd
-
-    def _unlock(self) -> None:
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
 
     def _try_to_write(self) -> None:
         """As much as a block needs, so that a full disk is found now. OSError, but not for a disk
@@ -246,30 +228,6 @@ class KvFolder:
         except OSError as error:
             if not is_full(error) or not self._segments:
                 raise
-
-    def _unusable(self, error: OSError) -> ConfigError:
-        if isinstance(error, BlockingIOError):
-            return ConfigError(
-                "kv_cache_dir (--kv-cache-dir): expected a folder of this server's own, got "
-                f"{self.path}, which another one is using; stop that one, or give another folder "
-                "with --kv-cache-dir"
-            )
-        where = Path(error.filename or self.path)
-        what, remedy = error.strerror or str(error), ""
-        if isinstance(error, PermissionError):
-            remedy = "fix its permissions, "
-        elif where.parent == self.path and error.errno in NO_FILE:
-            remedy = "delete that, "
-        elif error.errno in NO_FOLDER:
-            above = (self.path, *self.path.parents)
-            where = next(one for one in above if os.path.lexists(one))
-            what = "it is a file" if where.is_file() else "it is no folder"
-        at = "" if where == self.path else f"{where}: "
-        return ConfigError(
-            "kv_cache_dir (--kv-cache-dir): expected a folder that can be written, got "
-            f"{self.path}: {at}{what}; {remedy}give another one with --kv-cache-dir, or leave it "
-            "out"
-        )
 
     def _take_stock(self) -> list[StoredBlock]:
         """Find the files, delete what is too much, and return the index. OSError."""
@@ -344,10 +302,10 @@ class KvFolder:
     def _is_ours(self) -> bool:
         """Whether the lock is still where it was; else nothing in the folder is used any more.
         OSError."""
-        if self._lock_fd < 0:  # the disk was too full for it
+        if not self._lock.is_held:  # the disk was too full for it
             self._open()
             self.index = []  # what was there is for the next start
-        if not self._is_lost and not self._has_lock():
+        if not self._is_lost and not self._lock.is_there():
             self._is_lost = True
             logger.warning(
                 "%s: the folder, or the file `lock` in it, was deleted or replaced: no KV blocks "
@@ -357,14 +315,6 @@ class KvFolder:
             for number in list(self._segments):
                 self._forget(number)
         return not self._is_lost
-
-    def _has_lock(self) -> bool:
-        """OSError."""
-        try:
-            there = os.lstat(self.path / "lock")
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return os.path.samestat(there, os.fstat(self._lock_fd))
 
     def _num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self._segments.values())

@@ -11,6 +11,11 @@ from drive import request
 
 from streamkv.protocol import RowAdded, RowSampling, StepInput, pack_ints
 
+RUNNERS = {
+    "torch": {"ops": "reference"},
+    "program": {"ops": "native"},
+    "eager": {"ops": "native", "enforce_eager": True},
+}
 VOCAB_SIZE = 339
 NUM_TOKENS = 12
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from drive import load_runner
 from msgspec import structs
-from runner.support import greedy, prompts, step
+from runner.support import RUNNERS, greedy, prompts, step
 
 from streamkv.errors import ConfigError, ModelLoadError
 from streamkv.protocol import (
@@ -23,11 +23,6 @@ from streamkv.runner.kv_cache import MemoryBudget
 from streamkv.runner.kv_plan import KVCachePlan
 from streamkv.runner.measure import measure_costs
 
-RUNNERS = {
-    "torch": {"ops": "reference"},
-    "program": {"ops": "native"},
-    "eager": {"ops": "native", "enforce_eager": True},
-}
 OUT, IN, BLOCK = CopyKind.OUT, CopyKind.IN, CopyKind.BLOCK
 PROMPT = 9  # of 40 tokens: two blocks and a half
 

@@ -14,6 +14,7 @@ from drive import build_scheduler, load_runner, request, run_requests
 from msgspec import structs
 from runner.support import (
     NUM_TOKENS,
+    RUNNERS,
     VOCAB_SIZE,
     greedy,
     greedy_requests,
@@ -29,12 +30,6 @@ from tiny import save_tiny_checkpoint
 from streamkv.errors import ConfigError, ModelLoadError
 from streamkv.protocol import Ask, CopyKind, FinishReason, unpack_ints
 from streamkv.runner.kv_cache import MemoryBudget
-
-RUNNERS = {
-    "torch": {"ops": "reference"},
-    "program": {"ops": "native"},
-    "eager": {"ops": "native", "enforce_eager": True},
-}
 
 
 @pytest.fixture(params=RUNNERS)

@@ -39,7 +39,6 @@ class KVManager:
     __slots__ = (
         "_copies",
         "_copying",
-        "_is_shared",
         "_loading",
         "_lost",
         "_pinned",
@@ -49,6 +48,7 @@ class KVManager:
         "_tails",
         "_tiers",
         "block_size",
+        "is_shared",
         "pool",
         "tree",
     )
@@ -65,7 +65,8 @@ class KVManager:
         max_session_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self._is_shared = enable_prefix_caching  # or each request has a root of its own
+        # Between requests; or each of them has a root of its own.
+        self.is_shared = enable_prefix_caching
         self._stats = KVStats()
         self._tiers = KVTiers(num_blocks, num_host_slots, block_size)
         self.pool: BlockPool = self._tiers.pool
@@ -82,13 +83,8 @@ class KVManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    @property
-    def is_shared(self) -> bool:
-        """Between requests."""
-        return self._is_shared
-
     def _salt(self, request: Request) -> str:
-        return request.cache_salt if self._is_shared else request.request_id
+        return request.cache_salt if self.is_shared else request.request_id
 
     # --- finding -----------------------------------------------------------------------------
 
@@ -319,7 +315,7 @@ class KVManager:
     def end_request(self, request: Request) -> None:
         """All its sequences have ended and were released: without prefix caching, forget it; and
         its session, if that had no more time."""
-        if not self._is_shared:
+        if not self.is_shared:
             self._tiers.drop_root(request.request_id)
         elif request.session_id and request.session_ttl_s <= 0:
             self._sessions.drop((request.cache_salt, request.session_id))
@@ -328,7 +324,7 @@ class KVManager:
 
     def keep_session(self, request: Request, sequence: Sequence, now_s: float) -> None:
         """Pin what it has published, which it must still hold, for the request's session."""
-        if not (request.session_id and request.session_ttl_s > 0 and self._is_shared):
+        if not (request.session_id and request.session_ttl_s > 0 and self.is_shared):
             return
         node, tail = sequence.prefix_node, self._tails.get(sequence)
         path = [] if node is None else node.path()
