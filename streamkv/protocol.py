@@ -24,7 +24,9 @@ __all__ = [
     "Ask",
     "BlockStore",
     "CopyKind",
+    "MAX_SCORED",
     "FinishReason",
+    "MaskBoard",
     "Request",
     "RowAdded",
     "RowLogprobs",
@@ -40,6 +42,9 @@ __all__ = [
     "pack_ints",
     "unpack_ints",
 ]
+
+
+MAX_SCORED = 64  # positions of prompts that one step scores: each takes a row of logits
 
 
 class FinishReason(enum.StrEnum):
@@ -63,16 +68,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # prefix blocks are shared only between equal salts
     session_id: str = ""  # whose blocks to keep when it ends; "" = nobody's
     session_ttl_s: float = 0.0  # for how long
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words, each way to write one
+    mask_slots: tuple[int, ...] = ()  # of the MaskBoard, one per choice: a grammar's; () = none
+    wants_progress: bool = False  # to be told how far the prompt is computed
 
 
 # --- the device border -----------------------------------------------------------------------
 
 
-class Ask(enum.IntEnum):
+class Ask(enum.IntFlag):
     """What a scheduled row wants from a step."""
 
     NONE = 0  # compute KV only
     SAMPLE = 1  # sample the token after the last position
+    SCORE = 2  # log-probabilities of the prompt's tokens that follow the positions computed
 
 
 class CopyKind(enum.IntEnum):
@@ -100,6 +109,10 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     min_tokens_stop_ids: bytes  # int32 [n]: masked while fewer than min_tokens were sampled
     bias_ids: bytes  # int32 [m]
     bias_values: bytes  # float32 [m]
+    allowed_ids: bytes = b""  # int32 [n], ascending: no other token is sampled; b"" = any is
+    bad_words: bytes = b""  # int32: for each its length, then its tokens: never sampled in a row
+    mask_slot: int = -1  # of the MaskBoard: its mask holds for the next token; -1 = none
+    num_prompt_logprobs: int = -1  # with Ask.SCORE: of the most likely tokens besides; -1 = off
 
     @classmethod
     def build(cls, request: Request, choice: int, eos_token_ids: Iterable[int]) -> RowSampling:
@@ -128,11 +141,17 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
             min_tokens_stop_ids=pack_ints(sorted(stop_ids) if params.min_tokens else ()),
             bias_ids=pack_ints(params.logit_bias),
             bias_values=array("f", params.logit_bias.values()).tobytes(),
+            allowed_ids=pack_ints(sorted(params.allowed_token_ids or ())),
+            bad_words=pack_ints(
+                number for word in request.bad_words for number in (len(word), *word)
+            ),
+            mask_slot=request.mask_slots[choice] if request.mask_slots else -1,
+            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
 
-    def of_choice(self, choice: int) -> RowSampling:
+    def of_choice(self, choice: int, mask_slot: int = -1) -> RowSampling:
         """The same for another choice of the request, the packed arrays shared."""
-        return msgspec.structs.replace(self, choice=choice)
+        return msgspec.structs.replace(self, choice=choice, mask_slot=mask_slot)
 
 
 class RowAdded(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -156,6 +175,13 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     A row scheduled with (start, count) computes the KV of positions start .. start+count-1 from
     its token ids; positions past what the host sent are tokens the device sampled itself. A row
     that asks for a sample gets it at position start+count, and keeps it.
+
+    A row whose mask for that position is not on the board in time is deferred: it gets no token,
+    nor from any later step, until one asks for the same position again. (Steps that were sent ahead
+    may name it meanwhile: what they compute of it is void.)
+
+    A row that asks for scores gets one of each token at start+1 .. start+count that belongs to its
+    prompt; a step has at most MAX_SCORED of them.
     """
 
     step_id: int
@@ -187,6 +213,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     copies_done: bytes = b""  # int32 [n]: numbers of copies that are made
     copies_failed: bytes = b""  # int32 [n]: of copies that never will be
     copies_s: float = 0.0  # what the copies took of duration_s
+    deferred: bytes = b""  # int32 [n]: places in `sampled` without a token: no mask in time
+    scored: tuple[RowLogprobs, ...] = ()  # in `scheduled`'s order, then by position
 
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,10 +283,34 @@ class BlockStore(Protocol):
         """Finish the writes that were submitted, drop the reads. Idempotent."""
 
 
+class MaskBoard(Protocol):
+    """Which tokens grammars allow next, where the device finds it: one bitmask for each slot.
+
+    A mask is written by one thread (the matchers') and read by the device once it was published;
+    until its next position is asked for, nobody writes it again. Any thread may call these.
+    """
+
+    num_words: int  # of a mask: token i is bit i % 32 of word i // 32
+
+    def add(self) -> int:
+        """A slot, nothing published."""
+
+    def remove(self, slot: int) -> None:
+        """Give it back; the caller knows that no row has it any more."""
+
+    def words(self, slot: int) -> memoryview:
+        """Its mask, to be written: int32 [num_words], valid until it is removed."""
+
+    def publish(self, slot: int, position: int) -> None:
+        """What was written holds for the token at that position of the sequence. Wakes the device
+        if it waits for it."""
+
+
 class Runner(Protocol):
     """The device side. Every method is called on the device thread."""
 
     store: BlockStore | None  # over the host slots, from `load` until `close`; any thread
+    masks: MaskBoard | None  # from `load` until `close`; any thread. None: grammars can't be had
 
     def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
         """Load weights, plan and take KV memory. `progress(stage, fraction)`. ModelLoadError."""

@@ -20,6 +20,7 @@ from fake_model import expected_beams, expected_tokens, fake_logprobs, next_toke
 
 from streamkv.protocol import (
     Ask,
+    MaskBoard,
     RowAdded,
     RowLogprobs,
     RowSampling,
@@ -119,6 +120,7 @@ class FakeRunner:
             num_blocks, num_host_slots, block_size, self._violation, copy_delay=copy_delay
         )
         self.store = store
+        self.masks: MaskBoard | None = None
         if store is not None:
             store.attach(self.memory)
 

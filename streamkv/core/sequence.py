@@ -108,6 +108,12 @@ class Sequence:
         return self.request.request_id, self.choice
 
     @property
+    def mask_slot(self) -> int:
+        """Where its grammar's masks are; -1 = it has none."""
+        slots = self.request.mask_slots
+        return slots[self.choice] if slots else -1
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that exist, the pending ones included."""
         return len(self.token_ids) + self.num_pending_tokens

@@ -73,7 +73,7 @@ class StepPlan:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 token_ids=sequence.token_ids.tobytes(),
                 block_ids=pack_ints(sequence.block_table),
-                sampling=sequence.sampling.of_choice(sequence.choice),
+                sampling=sequence.sampling.of_choice(sequence.choice, sequence.mask_slot),
             )
         )
 

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from .._cpu import Channel
 from ..errors import FREE_MEMORY, EngineDeadError, ModelLoadError, StreamkvError
-from ..protocol import BlockStore, Runner, RunnerInfo, StepInput, StepOutput
+from ..protocol import BlockStore, MaskBoard, Runner, RunnerInfo, StepInput, StepOutput
 from ..step_bytes import decode_output, decode_step, encode_output, encode_step
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class DeviceThread:
         self._loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[RunnerInfo] = self._loop.create_future()
         self.store: BlockStore | None = None  # the runner's, once it has loaded
+        self.masks: MaskBoard | None = None  # as `store`
         self._build = build
         self._on_output = on_output
         self._on_dead = on_dead
@@ -159,7 +160,7 @@ class DeviceThread:
         try:
             runner = self._build(self._report)
             info = runner.load(self._report)
-            self.store = runner.store
+            self.store, self.masks = runner.store, runner.masks
             self._post(self._set_loaded, info)
         except BaseException as exc:
             # Whatever it was: if it ended the thread unseen, clients would wait for ever.

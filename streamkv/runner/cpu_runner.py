@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..config import EngineConfig
 from ..errors import ModelLoadError
 from ..progress import Watch
-from ..protocol import BlockStore, RunnerInfo, StepInput, StepOutput
+from ..protocol import BlockStore, MaskBoard, RunnerInfo, StepInput, StepOutput
 from ..step_bytes import decode_output, encode_step
 from ..weights.hub import Checkpoint
 from .block_store import open_block_store
@@ -52,6 +52,7 @@ class _Runner(ABC, Generic[Parts]):
         self._share = MemoryShare(config, budget)
         self._parts: Parts | None = None
         self.store: BlockStore | None = None
+        self.masks: MaskBoard | None = None
 
     def load(self, progress: Watch) -> RunnerInfo:
         """Load weights, plan and take KV memory, compute one token, measure what steps cost.

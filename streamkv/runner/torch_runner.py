@@ -25,7 +25,7 @@ from ..errors import ConfigError, ModelLoadError, StreamkvError
 from ..models import CausalLM, ModelConfig, build_model, read_config
 from ..ops import Batch
 from ..ops.reference import REFERENCE
-from ..protocol import BlockStore, CopyKind, RunnerInfo, StepInput, StepOutput
+from ..protocol import BlockStore, CopyKind, MaskBoard, RunnerInfo, StepInput, StepOutput
 from ..weights.hub import Checkpoint
 from ..weights.loader import opened_checkpoint
 from ..weights.torch_loader import load_parameters, weight_bytes
@@ -79,6 +79,7 @@ class TorchRunner:
         self._share = MemoryShare(config, budget)
         self._loaded: _Loaded | None = None
         self.store: BlockStore | None = None
+        self.masks: MaskBoard | None = None
         self._device = torch.device("cpu")
 
     def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:

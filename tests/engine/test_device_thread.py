@@ -36,6 +36,7 @@ class EchoRunner:
     """Answers each step with its id; says on which threads it was called."""
 
     store = None
+    masks = None
 
     def __init__(self) -> None:
         self.threads: set[int] = set()

@@ -162,6 +162,7 @@ class ScriptedRunner:
     """A model that says the same to everybody: `script`, then its last token for ever."""
 
     store = None
+    masks = None
 
     def __init__(self, script: Sequence[int]) -> None:
         self._script = script
