@@ -18,6 +18,7 @@ from . import __version__
 from .bench.options import (
     BLOCKS_COLUMNS,
     BlocksConfig,
+    FaceConfig,
     InfoConfig,
     KernelsConfig,
     LatencyConfig,
@@ -288,6 +289,12 @@ def _bench_blocks(call: Call) -> int:
     return bench_blocks(call.options(BlocksConfig))
 
 
+def _bench_face(call: Call) -> int:
+    from .bench.face import bench_face
+
+    return bench_face(call.engine_config(), call.options(FaceConfig))
+
+
 def _bench_throughput(call: Call) -> int:
     from .bench.throughput import bench_throughput
 
@@ -365,6 +372,13 @@ BENCHMARKS: Mapping[str, Command] = {
         f"{BLOCKS_COLUMNS} {TABLE}",
         engine_fields=(),
         operand="",
+    ),
+    "face": Command(
+        _bench_face,
+        FaceConfig,
+        "CPU of the server for each token it streams, without a model",
+        f"bare: of a program that only writes the same frames to the sockets. {TABLE}",
+        engine_fields=("model",),
     ),
     "throughput": Command(
         _bench_throughput,

@@ -50,6 +50,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str, Meta(description="file with the Jinja template to use instead of the checkpoint's")
     ] = ""
+    tool_call_parser: Annotated[
+        Literal[
+            "auto",
+            "hermes",
+            "llama3_json",
+            "llama4_json",
+            "pythonic",
+            "llama4_pythonic",
+            "mistral",
+        ],
+        Meta(description="how the model writes calls of tools (auto: as its chat template tells)"),
+    ] = "auto"
     generation_config: Annotated[
         Literal["auto", "vllm"],
         Meta(
@@ -278,6 +290,39 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: Annotated[
         int, Meta(ge=1024, description="largest request body or WebSocket message")
     ] = 16 * 1024 * 1024
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="let requests bring a chat_template of their own")
+    ] = False
+    resume_window: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="seconds that a resumable answer goes on without its reader, and stays "
+            "after its end (0: nothing is resumable, and who leaves aborts)",
+        ),
+    ] = 60.0
+    resume_memory_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 16,
+            description="bytes for events of resumable answers, which clients that lost their "
+            "connection may ask for again; one answer keeps the last sixteenth of it at most",
+        ),
+    ] = 64 * 1024 * 1024
+    response_store_mib: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1 << 20,
+            description="MiB of memory for responses that clients come back to, by their id or as "
+            "previous_response_id; the oldest go first (0: none is stored)",
+        ),
+    ] = 256.0
+    response_store_ttl: Annotated[
+        float,
+        Meta(ge=0, description="seconds that a stored response is kept after its end"),
+    ] = 86400.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="lines of the log that are written: these and more serious ones"),

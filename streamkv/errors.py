@@ -10,7 +10,8 @@
     ├── AuthenticationError      missing or wrong API key                           401
     ├── ForbiddenError           foreign Origin, or a Host that isn't this server   403
     ├── NotFoundError            no such route or object                            404
-    │   └── UnknownModelError    no model of that name is served                    404
+    │   ├── UnknownModelError    no model of that name is served                    404
+    │   └── GoneError            it was here, and is dropped                        410
     ├── OverloadedError          the waiting queue is full                          429
     ├── EngineNotReadyError      the model is still loading                         503
     ├── EngineDeadError          the engine has stopped and serves nobody           503
@@ -86,6 +87,10 @@ class UnknownModelError(NotFoundError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="model", code="model_not_found")
+
+
+class GoneError(NotFoundError):
+    """What was asked for was here and is not kept any more."""
 
 
 class OverloadedError(StreamkvError):

@@ -24,6 +24,7 @@ __all__ = [
     "Ask",
     "BlockStore",
     "CopyKind",
+    "MASK_WAIT_S",
     "MAX_SCORED",
     "FinishReason",
     "MaskBoard",
@@ -45,6 +46,7 @@ __all__ = [
 
 
 MAX_SCORED = 64  # positions of prompts that one step scores: each takes a row of logits
+MASK_WAIT_S = 0.010  # for how long a step waits for the masks of all its rows together
 
 
 class FinishReason(enum.StrEnum):
@@ -177,8 +179,12 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     that asks for a sample gets it at position start+count, and keeps it.
 
     A row whose mask for that position is not on the board in time is deferred: it gets no token,
-    nor from any later step, until one asks for the same position again. (Steps that were sent ahead
-    may name it meanwhile: what they compute of it is void.)
+    nor from any later step, until one asks for the same position again; it then has as many tokens
+    as before. (Steps that were sent ahead may name it meanwhile: what they compute of it is void.)
+
+    Masks are applied after biases and penalties, the strongest first: a grammar's, the allowed
+    tokens, bad words, the stop tokens while min_tokens aren't reached. One that would leave no
+    token isn't applied, so there is always something to choose.
 
     A row that asks for scores gets one of each token at start+1 .. start+count that belongs to its
     prompt; a step has at most MAX_SCORED of them.
@@ -195,8 +201,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities under the model's own distribution (no penalty, temperature 1)."""
 
-    logprob: float  # of the sampled token
-    rank: int  # of the sampled token, 1 = most likely
+    logprob: float  # of the sampled token, or of a prompt's
+    rank: int  # of that token, 1 = most likely; 0: of a prompt's whose logits were not finite
     top_ids: bytes  # int32 [k], most likely first
     top_logprobs: bytes  # float32 [k]
 
@@ -290,7 +296,9 @@ class MaskBoard(Protocol):
     until its next position is asked for, nobody writes it again. Any thread may call these.
     """
 
-    num_words: int  # of a mask: token i is bit i % 32 of word i // 32
+    @property
+    def num_words(self) -> int:
+        """Of a mask: token i is bit i % 32 of word i // 32."""
 
     def add(self) -> int:
         """A slot, nothing published."""

@@ -7,20 +7,25 @@ msgspec only.
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
 
+from .checks import few, number, texts, token_ids, truth, whole
 from .errors import InvalidRequestError
-from .plain import plain
+from .structured import StructuredOutputs, read_structured_outputs
+
+__all__ = ["MAX_LOGPROBS", "SamplingParams", "StructuredOutputs"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 128
+MAX_BAD_WORDS_CHARS = 4096  # of all together
 MAX_CHOICES = 128
 MAX_BEAM_WIDTH = 64
 
@@ -31,18 +36,11 @@ class OtherSamplingParams(msgspec.Struct, kw_only=True):
     They may be given as long as they ask for nothing: their default, None or empty.
     """
 
-    prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool | None = False
     detokenize: bool | None = True
-    spaces_between_special_tokens: bool | None = True
-    truncate_prompt_tokens: int | None = None
-    structured_outputs: Any = None
-    guided_decoding: Any = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
     logits_processors: Sequence[Any] | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
@@ -96,7 +94,14 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # no tokenizer here ever puts any there
     logprobs: int | None = None  # None = off; 0 = the sampled token's only; k = top k besides
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    truncate_prompt_tokens: int | None = None  # keep the last k; -1 = as many as leave room
+    allowed_token_ids: Sequence[int] | None = None  # no others; at most MAX_ALLOWED_TOKEN_IDS
+    bad_words: Sequence[str] = ()  # never written; at most MAX_BAD_WORDS
+    structured_outputs: StructuredOutputs | None = None  # what the answer is to match
+    guided_decoding: Any = None  # vLLM's older name for it
 
     # vLLM's, which change no answer: `LLM` gives whole ones, and a stream what is new.
     output_kind: Any = None
@@ -106,37 +111,48 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
 
     def __post_init__(self) -> None:
         OtherSamplingParams.__post_init__(self)
-        self.use_beam_search = _truth("use_beam_search", self.use_beam_search)
+        self.use_beam_search = truth("use_beam_search", self.use_beam_search)
         most, what = MAX_CHOICES, "a number"
         if self.use_beam_search:
             most, what = MAX_BEAM_WIDTH, "a number of beams"
-        self.n = _whole("n", self.n, 1, most, what)
+        self.n = whole("n", self.n, 1, most, what)
         if self.best_of is not None:
-            self.best_of = _whole("best_of", self.best_of, 1, most, what)
+            self.best_of = whole("best_of", self.best_of, 1, most, what)
             if self.best_of < self.n:
                 raise InvalidRequestError(
                     f"best_of: expected at least n, {self.n}, as many as are given of them, got "
                     f"{self.best_of}; raise it, or lower n",
                     param="best_of",
                 )
-        self.temperature = _number("temperature", self.temperature, 0.0, 100.0)
-        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
-        self.top_k = _whole("top_k", self.top_k, -1, 2**31 - 1)
-        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
-        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self.repetition_penalty = _number(
+        self.temperature = number("temperature", self.temperature, 0.0, 100.0)
+        self.top_p = number("top_p", self.top_p, 0.0, 1.0, above=True)
+        self.top_k = whole("top_k", self.top_k, -1, 2**31 - 1)
+        self.min_p = number("min_p", self.min_p, 0.0, 1.0)
+        self.presence_penalty = number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self.frequency_penalty = number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self.repetition_penalty = number(
             "repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True
         )
         if self.seed is not None:
-            seed = _whole("seed", self.seed, -(2**63), 2**63 - 1)
+            seed = whole("seed", self.seed, -(2**63), 2**63 - 1)
             self.seed = None if seed == -1 else seed
         if self.max_tokens is not None:
-            self.max_tokens = _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        self.min_tokens = _whole("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
+            self.max_tokens = whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        self.min_tokens = whole("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
         if self.logprobs is not None:
-            self.logprobs = _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            self.logprobs = whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None:
+            self.truncate_prompt_tokens = _truncation(self.truncate_prompt_tokens)
+        self.spaces_between_special_tokens = truth(
+            "spaces_between_special_tokens",
+            True
+            if self.spaces_between_special_tokens is None
+            else self.spaces_between_special_tokens,
+        )
         self._check_lists()
+        self._check_structure()
         self._check_beams()
 
     @property
@@ -160,20 +176,20 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
         """Beams are ranked by the model's own log-probabilities: nothing else may choose tokens."""
         if self.length_penalty is None:
             self.length_penalty = 1.0
-        self.length_penalty = _number("length_penalty", self.length_penalty, -100.0, 100.0)
+        self.length_penalty = number("length_penalty", self.length_penalty, -100.0, 100.0)
         if self.early_stopping != "never":
-            self.early_stopping = _truth("early_stopping", self.early_stopping, ' or "never"')
+            self.early_stopping = truth("early_stopping", self.early_stopping, ' or "never"')
         for name, neutral in (_FOR_BEAMS if self.use_beam_search else _FOR_NO_BEAMS).items():
             value = getattr(self, name)
             if value not in neutral:
                 default, *others = map(json.dumps, neutral)
-                default = "none" if default in ("[]", "{}") else f"the default ({default})"
+                default = "none" if default in ("[]", "{}", "null") else f"the default ({default})"
                 with_beams, remedy = "with", "leave it out"
                 if not self.use_beam_search:
                     with_beams, remedy = "without", "leave it out, or set use_beam_search: true"
                 raise InvalidRequestError(
                     f"{name}: expected {' or '.join([default, *others])} {with_beams} "
-                    f"use_beam_search, got {json.dumps(value):.100}; {remedy}",
+                    f"use_beam_search, got {json.dumps(value, default=repr):.100}; {remedy}",
                     param=name,
                 )
 
@@ -186,21 +202,35 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
                 param="logit_bias",
             )
         self.logit_bias = {
-            _whole("logit_bias", token_id, 0, 2**31 - 1): _number(
+            whole("logit_bias", token_id, 0, 2**31 - 1): number(
                 "logit_bias", biases[token_id], -100.0, 100.0
             )
-            for token_id in _few("logit_bias", biases, MAX_LOGIT_BIASES, "tokens")
+            for token_id in few("logit_bias", biases, MAX_LOGIT_BIASES, "tokens")
         }
-        self.stop_token_ids = tuple(
-            _whole("stop_token_ids", token_id, 0, 2**31 - 1)
-            for token_id in _few(
-                "stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "tokens"
-            )
-        )
+        self.stop_token_ids = token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self.stop = _few("stop", stop, MAX_STOP_STRINGS, "strings")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidRequestError("stop: expected non-empty strings", param="stop")
+        self.stop = texts("stop", stop, MAX_STOP_STRINGS)
+        bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        self.bad_words = texts("bad_words", bad_words, MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS)
+        if self.allowed_token_ids is not None:
+            name = "allowed_token_ids"
+            self.allowed_token_ids = token_ids(name, self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not self.allowed_token_ids:
+                raise InvalidRequestError(
+                    f"{name}: expected at least one token, got none; leave it out to allow all",
+                    param=name,
+                )
+
+    def _check_structure(self) -> None:
+        """Of both names one is kept."""
+        given = read_structured_outputs("structured_outputs", self.structured_outputs)
+        older = read_structured_outputs("guided_decoding", self.guided_decoding)
+        if given is not None and older is not None:
+            raise InvalidRequestError(
+                "guided_decoding: expected none beside structured_outputs, its newer name",
+                param="guided_decoding",
+            )
+        self.structured_outputs, self.guided_decoding = given or older, None
 
 
 # What may be said of the others, by name: the default first.
@@ -215,6 +245,9 @@ _FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "min_tokens": (0,),
     "stop": ((),),
+    "allowed_token_ids": (None,),
+    "bad_words": ((),),
+    "structured_outputs": (None,),
 }
 _FOR_NO_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
@@ -222,57 +255,12 @@ _FOR_NO_BEAMS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def _truth(name: str, value: Any, others: str = "") -> bool:
-    """Whether it is true; None is false."""
-    value = plain(value)
-    if value not in (None, True, False) or isinstance(value, float):
+def _truncation(given: Any) -> int:
+    """To how many tokens; -1 is left to the model."""
+    num_tokens = whole("truncate_prompt_tokens", given, -1, 2**31 - 1)
+    if num_tokens == 0:
         raise InvalidRequestError(
-            f"{name}: expected true or false{others}, got {value!r:.100}", param=name
+            "truncate_prompt_tokens: expected -1 or at least 1, got 0; a prompt needs a token",
+            param="truncate_prompt_tokens",
         )
-    return bool(value)
-
-
-def _number(
-    name: str,
-    value: Any,
-    low: float,
-    high: float,
-    what: str = "a number",
-    *,
-    above: bool = False,
-) -> Any:
-    """The number, if low <= value <= high (low < value with `above`); NaN never is."""
-    if type(value) not in (int, float):
-        value = plain(value)
-    is_number = not isinstance(value, bool) and isinstance(value, (int, float))
-    # NaN is in no range. A comparison takes integers that no float can hold.
-    if not is_number or not (low <= value <= high) or (above and value == low):
-        bracket = "(" if above else "["
-        raise InvalidRequestError(
-            f"{name}: expected {what} in {bracket}{low}, {high}], got {value!r:.100}", param=name
-        )
-    return value
-
-
-def _whole(name: str, value: Any, low: int, high: int, what: str = "a number") -> int:
-    """The number, if it is an int from low to high."""
-    number = _number(name, value, low, high, what)
-    if not isinstance(number, int):
-        raise InvalidRequestError(f"{name}: expected a whole number, got {number!r}", param=name)
-    return number
-
-
-def _few(name: str, items: Any, limit: int, what: str) -> tuple[Any, ...]:
-    """The items, at most `limit`: they are looked at one by one, while others wait."""
-    if items is None:
-        return ()
-    if not isinstance(items, (tuple, list, dict)):
-        items = plain(items)
-        if not isinstance(items, Iterable) or isinstance(items, (str, bytes)):
-            raise InvalidRequestError(
-                f"{name}: expected a list of {what}, got {items!r:.100}", param=name
-            )
-        items = tuple(itertools.islice(items, limit + 1))
-    if len(items) > limit:
-        raise InvalidRequestError(f"{name}: expected at most {limit} {what}, got more", param=name)
-    return tuple(items)
+    return num_tokens

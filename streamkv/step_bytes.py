@@ -14,11 +14,11 @@ from typing import Any
 
 from .protocol import RowAdded, RowLogprobs, RowSampling, StepInput, StepOutput
 
-_STEP_MAGIC = b"SKI2"  # the digit grows with each change of the layout
-_OUTPUT_MAGIC = b"SKO2"
+_STEP_MAGIC = b"SKI3"  # the digit grows with each change of the layout
+_OUTPUT_MAGIC = b"SKO3"
 _STEP_HEAD = struct.Struct("<4siq4i")
-_ADDED_HEAD = struct.Struct("<10iq6d")
-_OUTPUT_HEAD = struct.Struct("<4siqdd6i")
+_ADDED_HEAD = struct.Struct("<14iq6d")
+_OUTPUT_HEAD = struct.Struct("<4siqdd8i")
 _LOGPROBS_HEAD = struct.Struct("<iid")
 _NO_LOGPROBS = _LOGPROBS_HEAD.pack(-1, 0, 0.0)
 
@@ -27,16 +27,18 @@ def encode_step(step: StepInput) -> bytes:
     """The step as one message.
 
     offset
-    0       "SKI2"
+    0       "SKI3"
     4       int num_removed
     8       long step_id
     16      int num_added, num_appended, num_copies, num_scheduled
     32      the arrays removed, appended, copies, scheduled; then each added row:
     + 0     int row, num_prompt_tokens, num_tokens, num_blocks, num_stop_ids, num_biases
     + 24    int choice, min_tokens, num_logprobs, top_k
-    + 40    long seed
-    + 48    double temperature, top_p, min_p, presence_, frequency_, repetition_penalty
-    + 96    the arrays token_ids, block_ids, min_tokens_stop_ids, bias_ids, bias_values
+    + 40    int num_allowed_ids, length of bad_words, mask_slot, num_prompt_logprobs
+    + 56    long seed
+    + 64    double temperature, top_p, min_p, presence_, frequency_, repetition_penalty
+    + 112   the arrays token_ids, block_ids, min_tokens_stop_ids, bias_ids, bias_values,
+            allowed_ids, bad_words
     """
     parts = [
         _STEP_HEAD.pack(
@@ -71,6 +73,10 @@ def _encode_added(added: RowAdded) -> tuple[bytes, ...]:
         sampling.min_tokens,
         sampling.num_logprobs,
         sampling.top_k,
+        len(sampling.allowed_ids) // 4,
+        len(sampling.bad_words) // 4,
+        sampling.mask_slot,
+        sampling.num_prompt_logprobs,
         sampling.seed,
         sampling.temperature,
         sampling.top_p,
@@ -86,6 +92,8 @@ def _encode_added(added: RowAdded) -> tuple[bytes, ...]:
         sampling.min_tokens_stop_ids,
         sampling.bias_ids,
         sampling.bias_values,
+        sampling.allowed_ids,
+        sampling.bad_words,
     )
 
 
@@ -108,7 +116,8 @@ def decode_step(data: bytes) -> StepInput:
 def _decode_added(reader: _Reader) -> RowAdded:
     head = reader.numbers(_ADDED_HEAD)
     row, num_prompt_tokens, num_tokens, num_blocks, num_stop_ids, num_biases = head[:6]
-    choice, min_tokens, num_logprobs, top_k, seed, *floats = head[6:]
+    choice, min_tokens, num_logprobs, top_k = head[6:10]
+    num_allowed, num_bad_words, mask_slot, num_prompt_logprobs, seed, *floats = head[10:]
     temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty = floats
     token_ids, block_ids = reader.take(4 * num_tokens), reader.take(4 * num_blocks)
     sampling = RowSampling(
@@ -126,6 +135,10 @@ def _decode_added(reader: _Reader) -> RowAdded:
         min_tokens_stop_ids=reader.take(4 * num_stop_ids),
         bias_ids=reader.take(4 * num_biases),
         bias_values=reader.take(4 * num_biases),
+        allowed_ids=reader.take(4 * num_allowed),
+        bad_words=reader.take(4 * num_bad_words),
+        mask_slot=mask_slot,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
     return RowAdded(row, num_prompt_tokens, token_ids, block_ids, sampling)
 
@@ -134,13 +147,14 @@ def encode_output(output: StepOutput) -> bytes:
     """The output as one message.
 
     offset
-    0       "SKO2"
+    0       "SKO3"
     4       int num_sampled
     8       long step_id
     16      double duration_s, copies_s
-    32      int num_failed, num_logprobs (0 or num_sampled)
-    40      int num_copies_done, num_copies_failed, error_bytes, 0
-    56      the arrays sampled, failed, copies_done, copies_failed; then each entry of logprobs:
+    32      int num_failed, num_deferred, num_logprobs (0 or num_sampled), num_scored
+    48      int num_copies_done, num_copies_failed, error_bytes, 0
+    64      the arrays sampled, failed, deferred, copies_done, copies_failed; then each entry of
+            logprobs, then of scored:
     + 0     int num_top (-1: the entry is None), rank
     + 8     double logprob
     + 16    the arrays top_ids, top_logprobs
@@ -155,7 +169,9 @@ def encode_output(output: StepOutput) -> bytes:
             output.duration_s,
             output.copies_s,
             len(output.failed) // 4,
+            len(output.deferred) // 4,
             len(output.logprobs),
+            len(output.scored),
             len(output.copies_done) // 4,
             len(output.copies_failed) // 4,
             len(error),
@@ -163,10 +179,11 @@ def encode_output(output: StepOutput) -> bytes:
         ),
         output.sampled,
         output.failed,
+        output.deferred,
         output.copies_done,
         output.copies_failed,
     ]
-    for row in output.logprobs:
+    for row in (*output.logprobs, *output.scored):
         if row is None:
             parts.append(_NO_LOGPROBS)
         else:
@@ -180,19 +197,24 @@ def decode_output(data: bytes) -> StepOutput:
     """The inverse of `encode_output`. ValueError if it is not one output from end to end."""
     reader = _Reader("output", data)
     magic, num_sampled, step_id, duration_s, copies_s, *counts = reader.numbers(_OUTPUT_HEAD)
-    num_failed, num_logprobs, num_copies_done, num_copies_failed, error_bytes, _ = counts
+    num_failed, num_deferred, num_logprobs, num_scored = counts[:4]
+    num_copies_done, num_copies_failed, error_bytes, _ = counts[4:]
     reader.check_magic(magic, _OUTPUT_MAGIC)
-    sampled, failed = reader.take(4 * num_sampled), reader.take(4 * num_failed)
-    copies_done, copies_failed = (
-        reader.take(4 * num_copies_done),
-        reader.take(4 * num_copies_failed),
+    output = StepOutput(
+        step_id=step_id,
+        duration_s=duration_s,
+        copies_s=copies_s,
+        sampled=reader.take(4 * num_sampled),
+        failed=reader.take(4 * num_failed),
+        deferred=reader.take(4 * num_deferred),
+        copies_done=reader.take(4 * num_copies_done),
+        copies_failed=reader.take(4 * num_copies_failed),
+        logprobs=tuple(_decode_logprobs(reader) for _ in range(num_logprobs)),
+        scored=tuple(_decode_score(reader) for _ in range(num_scored)),
+        error=reader.take(error_bytes).decode("utf-8", "replace"),
     )
-    logprobs = tuple(_decode_logprobs(reader) for _ in range(num_logprobs))
-    error = reader.take(error_bytes).decode("utf-8", "replace")
     reader.check_end()
-    return StepOutput(
-        step_id, sampled, logprobs, failed, error, duration_s, copies_done, copies_failed, copies_s
-    )
+    return output
 
 
 def _decode_logprobs(reader: _Reader) -> RowLogprobs | None:
@@ -200,6 +222,13 @@ def _decode_logprobs(reader: _Reader) -> RowLogprobs | None:
     if num_top < 0:
         return None
     return RowLogprobs(logprob, rank, reader.take(4 * num_top), reader.take(4 * num_top))
+
+
+def _decode_score(reader: _Reader) -> RowLogprobs:
+    score = _decode_logprobs(reader)
+    if score is None:
+        raise ValueError("output message: expected as many scores as it says, got an entry of none")
+    return score
 
 
 class _Reader:

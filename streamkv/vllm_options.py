@@ -78,9 +78,7 @@ _TEXT_ONLY = "models here read text alone"
 _IN_CONFIG = "change config.json in a copy of the checkpoint's folder"
 _TUNES_VLLM = "it tunes vLLM's own machinery"
 _BOUNDS = "--max-num-batched-tokens and --max-num-queued-reqs bound what is taken"
-_NO_GRAMMAR = "answers aren't bound to a grammar: leave it out"
-_NO_REASONING = "reasoning isn't told apart from answers: leave it out"
-_NO_TOOLS = "calls of tools aren't parsed out of answers: leave it out, and parse in the client"
+_EACH_REQUEST = "each request says for itself what its answer is to match: leave it out"
 _NO_ADAPTERS = "adapters aren't loaded: merge them into the checkpoint"
 _NO_SPECULATION = "there is no speculative decoding: leave it out"
 _NO_PLUGINS = "no code is taken from outside: leave it out"
@@ -223,23 +221,26 @@ _ROWS: tuple[tuple[Kind, str, str, str], ...] = (
     ),
     ("list", "", _NO_PLUGINS, "logits_processors"),
     ("switch", OFF, "prompts are text or tokens", "enable_prompt_embeds"),
+    ("value", ANY, "llguidance binds answers to grammars", "guided_decoding_backend"),
+    ("value", "auto", _EACH_REQUEST, "structured_outputs_config"),
+    ("value", "", _NO_PLUGINS, "logits_processor_pattern"),
+    ("value", ANY, "the chat template tells how a model reasons", "reasoning_parser"),
+    ("value", "", _NO_PLUGINS, "reasoning_parser_plugin tool_parser_plugin tool_server"),
+    ("value", "", "reasoning is bounded as the answer is: leave it out", "reasoning_config"),
+    ("switch", ANY, "reasoning is told apart from answers always", "enable_reasoning"),
+    ("switch", ANY, "requests with tools may always have calls", "enable_auto_tool_choice"),
     (
-        "value",
-        "auto",
-        _NO_GRAMMAR,
-        "guided_decoding_backend structured_outputs_config logits_processor_pattern",
+        "switch",
+        ANY,
+        "with tool_choice none the model is told of no tools",
+        "exclude_tools_when_tool_choice_none",
     ),
-    ("value", "", _NO_REASONING, "reasoning_parser reasoning_parser_plugin reasoning_config"),
-    ("switch", OFF, _NO_REASONING, "enable_reasoning"),
-    ("switch", OFF, _NO_TOOLS, "enable_auto_tool_choice exclude_tools_when_tool_choice_none"),
-    ("value", "", _NO_TOOLS, "tool_call_parser tool_parser_plugin tool_server"),
     (
         "value",
         "auto string",
         "templates get the parts of a message as one text",
         "chat_template_content_format",
     ),
-    ("switch", OFF, "--chat-template alone names another template", "trust_request_chat_template"),
     ("value", "", "send chat_template_kwargs with the requests", "default_chat_template_kwargs"),
     ("value", "assistant", "answers have that role", "response_role"),
     ("switch", OFF, "tokens are given as text and bytes", "return_tokens_as_token_ids"),

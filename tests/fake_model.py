@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from array import array
 from collections.abc import Collection, Sequence
+
+from fake_masks import FakeMatcher
 
 from streamkv.core.beam import BeamSearch
 from streamkv.protocol import RowLogprobs, pack_ints
@@ -16,17 +19,32 @@ def next_token(
     vocab_size: int,
     *,
     avoid: Collection[int] = (),
+    allowed: Collection[int] | None = None,
     temperature: float = 0.0,
     seed: int = 0,
     choice: int = 0,
 ) -> int:
-    """The token after a context with this CRC-32. Seed and choice count above temperature 0."""
+    """The token after a context with this CRC-32. Seed and choice count above temperature 0.
+    ValueError if none may come."""
     if temperature > 0:
         context_crc = zlib.crc32(struct.pack("=qi", seed, choice), context_crc)
-    token_id = context_crc % vocab_size
-    while token_id in avoid:
+    first = token_id = context_crc % vocab_size
+    while token_id in avoid or not (allowed is None or token_id in allowed):
         token_id = (token_id + 1) % vocab_size
+        if token_id == first:
+            raise ValueError(f"{allowed} are allowed, and {avoid} to be avoided")
     return token_id
+
+
+def ends_of_bad_words(
+    output: Sequence[int], bad_words: Collection[Sequence[int]]
+) -> frozenset[int]:
+    """Tokens that would complete one of them."""
+    return frozenset(
+        word[-1]
+        for word in bad_words
+        if len(word) <= len(output) + 1 and list(output[len(output) - len(word) + 1 :]) == word[:-1]
+    )
 
 
 def expected_tokens(
@@ -37,21 +55,37 @@ def expected_tokens(
     avoid: Collection[int] = (),
     end_token_ids: Collection[int] = (),
     min_tokens: int = 0,
+    allowed: Collection[int] | None = None,
+    bad_words: Collection[list[int]] = (),
+    grammar: int | None = None,
     temperature: float = 0.0,
     seed: int = 0,
     choice: int = 0,
 ) -> list[int]:
     """What FakeRunner answers to a prompt: at most `num` tokens, to the first of `end_token_ids`.
 
-    Sequential: it knows no blocks, batches or steps.
+    Sequential: it knows no blocks, batches or steps. `grammar` is the seed of a FakeMatcher.
     """
     crc = zlib.crc32(pack_ints(prompt_token_ids))
     output: list[int] = []
+    matcher = None if grammar is None else FakeMatcher(grammar, vocab_size)
     while len(output) < num and not (output and output[-1] in end_token_ids):
-        masked = {*avoid, *end_token_ids} if len(output) < min_tokens else avoid
+        masked = avoid
+        if bad_words:
+            masked = {*masked, *ends_of_bad_words(output, bad_words)}
+        if len(output) < min_tokens:
+            masked = {*masked, *end_token_ids}
         token_id = next_token(
-            crc, vocab_size, avoid=masked, temperature=temperature, seed=seed, choice=choice
+            crc,
+            vocab_size,
+            avoid=masked,
+            allowed=allowed if matcher is None else matcher.allowed,
+            temperature=temperature,
+            seed=seed,
+            choice=choice,
         )
+        if matcher is not None:
+            matcher.consume(token_id)
         output.append(token_id)
         crc = zlib.crc32(pack_ints((token_id,)), crc)
     return output
@@ -100,3 +134,29 @@ def fake_logprobs(token_id: int, num_logprobs: int, vocab_size: int) -> RowLogpr
         top_ids=pack_ints((token_id + i) % vocab_size for i in range(num_logprobs)),
         top_logprobs=array("f", (logprob - i / 4 for i in range(num_logprobs))).tobytes(),
     )
+
+
+def fake_score(
+    context_crc: int, token_id: int, num_logprobs: int, vocab_size: int, *, is_finite: bool = True
+) -> RowLogprobs:
+    """Of a token of a prompt, after a context with this CRC-32."""
+    likely = fake_logprobs(context_crc % vocab_size, num_logprobs, vocab_size)
+    logprob = -(1 + zlib.crc32(pack_ints((token_id,)), context_crc) % 1000) / 8
+    return RowLogprobs(
+        logprob=logprob if is_finite else float("nan"),
+        rank=1 + (token_id - context_crc) % vocab_size,
+        top_ids=likely.top_ids,
+        top_logprobs=likely.top_logprobs,
+    )
+
+
+def expected_scores(
+    prompt_token_ids: Sequence[int], num_logprobs: int, vocab_size: int
+) -> list[RowLogprobs]:
+    """Of all tokens of a prompt but the first."""
+    crc = 0
+    scores: list[RowLogprobs] = []
+    for token_id, next_id in itertools.pairwise(prompt_token_ids):
+        crc = zlib.crc32(pack_ints((token_id,)), crc)
+        scores.append(fake_score(crc, next_id, num_logprobs, vocab_size))
+    return scores

@@ -10,20 +10,26 @@ as wrong at once is also listed in `FakeRunner.violations`.
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from array import array
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 
+from fake_masks import FakeMaskBoard, FakeMatcher
 from fake_memory import EMPTY, FakeMemory, FakeStore
-from fake_model import expected_beams, expected_tokens, fake_logprobs, next_token
+from fake_model import (
+    expected_beams,
+    expected_scores,
+    expected_tokens,
+    fake_logprobs,
+    next_token,
+)
+from fake_rows import FakeRow, Results, Scheduled, failed_output, groups
 
 from streamkv.protocol import (
+    MAX_SCORED,
     Ask,
-    MaskBoard,
-    RowAdded,
     RowLogprobs,
-    RowSampling,
     RunnerInfo,
     StepInput,
     StepOutput,
@@ -32,28 +38,19 @@ from streamkv.protocol import (
 )
 
 __all__ = [
+    "FakeMaskBoard",
+    "FakeMatcher",
     "FakeRunner",
     "FakeStore",
     "expected_beams",
+    "expected_scores",
     "expected_tokens",
     "fake_logprobs",
     "next_token",
 ]
 
 GATE_DEADLINE_S = 60.0
-
-
-@dataclass
-class _Row:
-    token_ids: array[int]
-    block_table: list[int]
-    num_prompt_tokens: int
-    sampling: RowSampling
-    lost: bool = False  # a step with it failed; what it samples from now on means nothing
-    stop_ids: array[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stop_ids = unpack_ints(self.sampling.min_tokens_stop_ids)
+_SAMPLE, _SCORE = int(Ask.SAMPLE), int(Ask.SCORE)  # faster as plain numbers
 
 
 class FakeRunner:
@@ -61,6 +58,9 @@ class FakeRunner:
 
     `memory`: blocks and host slots; it says how to let copies fail or take their time.
     `store`: a FakeStore, which gets this memory.
+    `masks`: a FakeMaskBoard. A row whose mask isn't there after `mask_wait_s`, all waits of a step
+    together, is deferred. `late_masks`: (slot, position) that are taken for late the first time
+    they are asked for.
 
     `gate`: a Semaphore is acquired by each step, an Event waited for, before it begins.
     `fail_next`: not empty: the next step applies its changes, then fails with this message.
@@ -86,6 +86,8 @@ class FakeRunner:
         copy_block_s: float = 0.0,
         token_s: float = 0.0,
         store: FakeStore | None = None,
+        masks: FakeMaskBoard | None = None,
+        mask_wait_s: float = 0.0,
     ) -> None:
         self.info = RunnerInfo(
             device="cpu",
@@ -115,12 +117,15 @@ class FakeRunner:
         self.violations: list[str] = []
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self.rows: dict[int, _Row] = {}
+        self.rows: dict[int, FakeRow] = {}
         self.memory = FakeMemory(
             num_blocks, num_host_slots, block_size, self._violation, copy_delay=copy_delay
         )
         self.store = store
-        self.masks: MaskBoard | None = None
+        self.masks = masks
+        self.mask_wait_s = mask_wait_s
+        self.late_masks: set[tuple[int, int]] = set()
+        self.num_deferrals = 0  # the first of each row that is void then
         if store is not None:
             store.attach(self.memory)
 
@@ -145,26 +150,30 @@ class FakeRunner:
             self._violation(f"expected step {self.num_steps}, got step {step.step_id}")
         self.num_steps = step.step_id + 1
         self._apply_changes(step)
-        scheduled = [row for row in _groups(step.scheduled, 4) if self._is_sound(*row)]
+        scheduled = [Scheduled(*row) for row in groups(step.scheduled, 4)]
+        scheduled = [one for one in scheduled if self._is_sound(one)]
+        self._check_scores(scheduled)
         failure, self.fail_next = self.fail_next, ""
         if step.step_id in self.fail_step_ids:
             failure = failure or f"step {step.step_id} was told to fail"
         done, not_done = self._copy(step, fails=bool(failure))
         if failure:
             self._lose(scheduled)
-            return _failed_output(step, failure, done, not_done)
-        sampled, logprobs, failed = self._compute(scheduled)
+            return failed_output(step, failure, done, not_done)
+        results = self._compute(scheduled)
         if len(self.violations) > num_violations:
-            return _failed_output(step, "; ".join(self.violations[num_violations:]), done, not_done)
+            return failed_output(step, "; ".join(self.violations[num_violations:]), done, not_done)
         return StepOutput(
             step_id=step.step_id,
-            sampled=pack_ints(sampled),
-            logprobs=tuple(logprobs) if any(logprobs) else (),
-            failed=pack_ints(failed),
+            sampled=pack_ints(results.sampled),
+            logprobs=tuple(results.logprobs) if any(results.logprobs) else (),
+            failed=pack_ints(results.failed),
             duration_s=0.001,
             copies_done=pack_ints(done),
             copies_failed=pack_ints(not_done),
             copies_s=0.0001 * len(done),
+            deferred=pack_ints(results.deferred),
+            scored=tuple(results.scored),
         )
 
     def close(self) -> None:
@@ -187,8 +196,10 @@ class FakeRunner:
             if self.rows.pop(row_id, None) is None:
                 self._violation(f"row {row_id} is removed but not there")
         for added in step.added:
-            self._add_row(added)
-        for row_id, block_id in _groups(step.appended, 2):
+            if added.row in self.rows:
+                self._violation(f"row {added.row} is added but taken")
+            self.rows[added.row] = FakeRow(added)
+        for row_id, block_id in groups(step.appended, 2):
             if not 0 <= block_id < self.info.num_blocks:
                 self._violation(f"block {block_id} is appended but doesn't exist")
             elif row_id not in self.rows:
@@ -196,80 +207,126 @@ class FakeRunner:
             else:
                 self.rows[row_id].block_table.append(block_id)
 
-    def _add_row(self, added: RowAdded) -> None:
-        if added.row in self.rows:
-            self._violation(f"row {added.row} is added but taken")
-        self.rows[added.row] = _Row(
-            token_ids=unpack_ints(added.token_ids),
-            block_table=list(unpack_ints(added.block_ids)),
-            num_prompt_tokens=added.num_prompt_tokens,
-            sampling=added.sampling,
-        )
-
     def _copy(self, step: StepInput, *, fails: bool) -> tuple[list[int], list[int]]:
         """The numbers of copies that ended with this step: done, and failed."""
         waits = not step.scheduled
-        copies = list(_groups(step.copies, 4))
+        copies = list(groups(step.copies, 4))
         for block_id in self.memory.begin(step.step_id, copies, waits=waits, fails=fails):
             for row in self.rows.values():
-                row.lost = row.lost or block_id in row.block_table
+                row.is_lost = row.is_lost or block_id in row.block_table
         return self.memory.end(step.step_id, waits=waits)
 
-    def _is_sound(self, row_id: int, start: int, count: int, ask: int) -> bool:
-        row = self.rows.get(row_id)
+    def _is_sound(self, one: Scheduled) -> bool:
+        row = self.rows.get(one.row_id)
         if row is None:
-            self._violation(f"row {row_id} is scheduled but not there")
+            self._violation(f"row {one.row_id} is scheduled but not there")
             return False
-        end, num_tokens = start + count, len(row.token_ids)
-        num_slots = len(row.block_table) * self.info.block_size
-        if count < 1 or end > min(num_tokens, num_slots) or (ask and end != num_tokens):
+        num_tokens, num_slots = len(row.token_ids), len(row.block_table) * self.info.block_size
+        asks = bool(one.ask & _SAMPLE)
+        if row.is_void:  # it was sent before anybody knew, or asks for that token again
+            is_sound = asks and num_tokens <= one.end <= num_slots
+        else:
+            is_sound = one.end <= min(num_tokens, num_slots) and (not asks or one.end == num_tokens)
+        if one.count < 1 or not is_sound:
             self._violation(
-                f"row {row_id} has {num_tokens} tokens and {num_slots} slots, "
-                f"scheduled are {start}+{count} with ask {ask}"
+                f"row {one.row_id} has {num_tokens} tokens and {num_slots} slots, "
+                f"scheduled are {one.start}+{one.count} with ask {one.ask}"
             )
             return False
         return True
 
-    def _lose(self, scheduled: list[tuple[int, ...]]) -> None:
+    def _check_scores(self, scheduled: list[Scheduled]) -> None:
+        num_scored = 0
+        for row_id, start, count, ask in scheduled:
+            if ask & _SCORE:
+                row = self.rows[row_id]
+                num = row.num_to_score(start, count)
+                if num < 1 or row.sampling.num_prompt_logprobs < 0:
+                    self._violation(f"row {row_id} has no scores for {start}+{count}")
+                num_scored += num
+        if num_scored > MAX_SCORED:
+            self._violation(f"{num_scored} tokens are to be scored")
+
+    def _lose(self, scheduled: list[Scheduled]) -> None:
         """A step failed. One that is already on its way may still name its rows."""
         for row_id, _, _, ask in scheduled:
             row = self.rows[row_id]
-            row.lost = True
-            if ask == Ask.SAMPLE:
+            row.is_lost = True
+            if ask & _SAMPLE and not row.is_void:
                 row.token_ids.append(0)
 
-    def _compute(
-        self, scheduled: list[tuple[int, ...]]
-    ) -> tuple[list[int], list[RowLogprobs | None], list[int]]:
-        """Tokens and logprobs of those who asked, and the places among them that failed."""
-        sampled: list[int] = []
-        logprobs: list[RowLogprobs | None] = []
-        failed: list[int] = []
+    def _compute(self, scheduled: list[Scheduled]) -> Results:
+        results = Results()
+        deadline_s = time.monotonic() + self.mask_wait_s
         # All writes come before all reads, as on a device that runs layer by layer.
-        for row_id, start, count, _ in scheduled:
-            self._write(self.rows[row_id], start, count)
-            self.num_computed_tokens += count
-        for row_id, start, count, ask in scheduled:
-            row = self.rows[row_id]
-            context_crc = self._read_context(row, row_id, start + count)
-            if ask == Ask.SAMPLE and not self.broken_token_ids.isdisjoint(row.token_ids):
-                self._write(row, start, count, EMPTY)
-                self._lose([(row_id, start, count, ask)])
-                failed.append(len(sampled))
-                sampled.append(0)
-                logprobs.append(None)
-            elif ask == Ask.SAMPLE:
-                token_id = self._sample(row, context_crc)
-                num_logprobs = row.sampling.num_logprobs
-                sampled.append(token_id)
-                logprobs.append(
-                    fake_logprobs(token_id, num_logprobs, self.info.vocab_size)
-                    if num_logprobs >= 0
-                    else None
-                )
-        return sampled, logprobs, failed
+        for one in scheduled:
+            row = self.rows[one.row_id]
+            row.is_void = row.is_void and one.end > len(row.token_ids)
+            self._write(row, one.start, one.count, EMPTY if row.is_void else None)
+            self.num_computed_tokens += one.count
+        for one in scheduled:
+            row = self.rows[one.row_id]
+            if row.is_void:
+                results.pass_over(results.deferred)
+                continue
+            context_crc = self._read_context(row, one.row_id, one.end)
+            is_broken = bool(one.ask) and not self.broken_token_ids.isdisjoint(row.token_ids)
+            if is_broken:
+                self._write(row, one.start, one.count, EMPTY)
+                row.is_lost = True
+            if one.ask & _SCORE:
+                results.scored += self._score(row, one, is_finite=not is_broken)
+            if one.ask & _SAMPLE:
+                self._sample(row, one, context_crc, deadline_s, results)
+        return results
 
-    def _write(self, row: _Row, start: int, count: int, token_id: int | None = None) -> None:
+    def _sample(
+        self,
+        row: FakeRow,
+        one: Scheduled,
+        context_crc: int,
+        deadline_s: float,
+        results: Results,
+    ) -> None:
+        vocab_size, sampling = self.info.vocab_size, row.sampling
+        mask = None
+        if sampling.mask_slot >= 0 and not row.is_lost:
+            mask = self._mask(sampling.mask_slot, one.end, deadline_s)
+            if mask is None:
+                row.is_void = True
+                self.num_deferrals += 1
+                results.pass_over(results.deferred)
+                return
+        try:
+            if not self.broken_token_ids.isdisjoint(row.token_ids):
+                raise ValueError("no logits")
+            token_id = row.sample(context_crc, vocab_size, self.avoid, mask)
+        except ValueError:
+            self._lose([one])
+            results.pass_over(results.failed)
+            return
+        logprobs = None
+        if sampling.num_logprobs >= 0:
+            logprobs = fake_logprobs(token_id, sampling.num_logprobs, vocab_size)
+        results.add(token_id, logprobs)
+
+    def _mask(self, slot: int, position: int, deadline_s: float) -> frozenset[int] | None:
+        """None: it isn't there in time."""
+        if self.masks is None or slot not in self.masks:
+            self._violation(f"a row samples with the mask of slot {slot}, which isn't there")
+            return frozenset()
+        if (slot, position) in self.late_masks:
+            self.late_masks.remove((slot, position))
+            return None
+        return self.masks.wait(slot, position, deadline_s)
+
+    def _score(self, row: FakeRow, one: Scheduled, *, is_finite: bool) -> list[RowLogprobs]:
+        block_ids = row.block_table[: -(-one.end // self.info.block_size)]
+        token_ids, _ = self.memory.read(block_ids)
+        vocab_size = self.info.vocab_size
+        return row.score(token_ids, one.start, one.count, vocab_size, is_finite=is_finite)
+
+    def _write(self, row: FakeRow, start: int, count: int, token_id: int | None = None) -> None:
         """Store the row's tokens of these positions, or `token_id` for all of them."""
         block_size = self.info.block_size
         for position in range(start, start + count):
@@ -277,11 +334,11 @@ class FakeRunner:
             stored = row.token_ids[position] if token_id is None else token_id
             self.memory.write(block_id, position % block_size, stored, position)
 
-    def _read_context(self, row: _Row, row_id: int, num_tokens: int) -> int:
+    def _read_context(self, row: FakeRow, row_id: int, num_tokens: int) -> int:
         """CRC-32 of positions 0 .. num_tokens-1 as the cache has them."""
         block_ids = row.block_table[: -(-num_tokens // self.info.block_size)]
         token_ids, positions = (places[:num_tokens] for places in self.memory.read(block_ids))
-        if row.lost:
+        if row.is_lost:
             return 0
         if positions != array("i", range(num_tokens)) or token_ids != row.token_ids[:num_tokens]:
             self._violation(
@@ -289,33 +346,3 @@ class FakeRunner:
                 f"{row.block_table} hold {token_ids.tolist()} at positions {positions.tolist()}"
             )
         return zlib.crc32(token_ids.tobytes())
-
-    def _sample(self, row: _Row, context_crc: int) -> int:
-        sampling = row.sampling
-        num_output_tokens = len(row.token_ids) - row.num_prompt_tokens
-        masked = num_output_tokens < sampling.min_tokens
-        token_id = next_token(
-            context_crc,
-            self.info.vocab_size,
-            avoid={*self.avoid, *row.stop_ids} if masked else self.avoid,
-            temperature=sampling.temperature,
-            seed=sampling.seed,
-            choice=sampling.choice,
-        )
-        row.token_ids.append(token_id)
-        return token_id
-
-
-def _failed_output(step: StepInput, error: str, done: list[int], not_done: list[int]) -> StepOutput:
-    return StepOutput(
-        step_id=step.step_id,
-        sampled=b"",
-        error=error,
-        copies_done=pack_ints(done),
-        copies_failed=pack_ints(not_done),
-    )
-
-
-def _groups(packed: bytes, size: int) -> Iterator[tuple[int, ...]]:
-    values = iter(unpack_ints(packed))
-    return zip(*[values] * size, strict=True)

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "streamkv"
 
 LAYERS = {  # package or module → layer; imports point to a lower layer or stay inside
     "cache": 0,
+    "checks": 0,
     "config": 0,
     "errors": 0,
     "fields": 0,
@@ -20,6 +21,7 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
     "protocol": 0,
     "sampling": 0,
     "step_bytes": 0,
+    "structured": 0,
     "vllm_options": 0,
     "words": 0,
     "core": 1,
@@ -48,6 +50,8 @@ LAYERS = {  # package or module → layer; imports point to a lower layer or sta
 }
 SAME_LAYER = {  # the few siblings that may see each other
     ("cache", "errors"),
+    ("checks", "errors"),
+    ("checks", "plain"),
     ("config", "errors"),
     ("config", "fields"),
     ("fields", "errors"),
@@ -56,9 +60,12 @@ SAME_LAYER = {  # the few siblings that may see each other
     ("vllm_options", "config"),
     ("files", "errors"),
     ("protocol", "sampling"),
+    ("sampling", "checks"),
     ("sampling", "errors"),
-    ("sampling", "plain"),
+    ("sampling", "structured"),
     ("step_bytes", "protocol"),
+    ("structured", "checks"),
+    ("structured", "errors"),
     ("vllm_options", "fields"),
     ("weights", "models"),  # loading needs the facts a model is built from
     ("flags", "config_file"),
@@ -79,6 +86,7 @@ SAME_LAYER = {  # the few siblings that may see each other
 TORCH_MODULES = (
     "runner/torch_runner.py",
     "runner/torch_ops.py",
+    "runner/torch_sampling.py",
     "runner/sampler.py",
     "runner/select.py",  # only to ask it for a GPU, where there is a driver
     "ops/reference.py",

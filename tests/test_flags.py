@@ -233,9 +233,9 @@ def test_a_variable_that_nothing_reads_is_named(serve, monkeypatch, capsys):
 
 
 def test_a_variable_that_asks_for_what_can_not_be_had_is_refused(monkeypatch, capsys):
-    monkeypatch.setenv("STREAMKV_TOOL_CALL_PARSER", "hermes")
+    monkeypatch.setenv("STREAMKV_TOOL_SERVER", "demo")
     assert main(["serve", "m"]) == 2
-    assert "STREAMKV_TOOL_CALL_PARSER: " in capsys.readouterr().err
+    assert "STREAMKV_TOOL_SERVER: " in capsys.readouterr().err
 
 
 def test_a_prompt_may_be_a_word_for_true(monkeypatch):

@@ -7,6 +7,7 @@ from array import array
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from streamkv.errors import InvalidRequestError
 from streamkv.protocol import (
@@ -52,12 +53,19 @@ def whole_step() -> StepInput:
         logit_bias={5: -100.0, 6: 0.5},
         logprobs=3,
     )
+    masked = structs.replace(
+        RowSampling.build(request_with(sampling), 1, {2}),
+        allowed_ids=pack_ints((4, 5, 9)),
+        bad_words=pack_ints((1, 8, 2, 5, 6)),
+        mask_slot=11,
+        num_prompt_logprobs=2,
+    )
     row = RowAdded(
         row=3,
         num_prompt_tokens=2,
         token_ids=pack_ints((1, 2, 3)),
         block_ids=pack_ints((7,)),
-        sampling=RowSampling.build(request_with(sampling), 1, {2}),
+        sampling=masked,
     )
     plain = RowSampling.build(request_with(SamplingParams(top_k=-1)), 0, ())
     return StepInput(
@@ -65,7 +73,7 @@ def whole_step() -> StepInput:
         removed=pack_ints((3, 4, 5)),
         added=(row, RowAdded(4, 1, pack_ints((8,)), b"", plain)),
         appended=pack_ints((3, 8)),
-        scheduled=pack_ints((3, 0, 3, Ask.SAMPLE, 4, 0, 1, Ask.NONE)),
+        scheduled=pack_ints((3, 0, 3, Ask.SAMPLE | Ask.SCORE, 4, 0, 1, Ask.NONE)),
         copies=pack_ints((2**31 - 1, CopyKind.OUT, 9, 10, 0, CopyKind.BLOCK, 11, 12)),
     )
 
@@ -85,6 +93,11 @@ def whole_output() -> StepOutput:
         copies_done=pack_ints((5, 2**31 - 1)),
         copies_failed=pack_ints((6,)),
         copies_s=0.125,
+        deferred=pack_ints((0, 2)),
+        scored=(
+            RowLogprobs(-2.5, 7, pack_ints((4,)), array("f", (-0.75,)).tobytes()),
+            RowLogprobs(0.0, 0, b"", b""),
+        ),
     )
 
 
@@ -109,15 +122,16 @@ def test_an_output_survives_being_written_to_bytes(output):
 def test_a_step_is_laid_out_as_documented():
     assert encode_step(whole_step()) == b"".join(
         (
-            b"SKI2",
+            b"SKI3",
             struct.pack("<iq4i", 3, 2**40, 2, 1, 2, 2),
             struct.pack("<3i", 3, 4, 5),
             struct.pack("<2i", 3, 8),
             struct.pack("<8i", 2**31 - 1, 1, 9, 10, 0, 0, 11, 12),
-            struct.pack("<8i", 3, 0, 3, 1, 4, 0, 1, 0),
+            struct.pack("<8i", 3, 0, 3, 3, 4, 0, 1, 0),
             # row 3
             struct.pack("<6i", 3, 2, 3, 1, 2, 2),
             struct.pack("<4i", 1, 2, 3, 40),
+            struct.pack("<4i", 3, 5, 11, 2),
             struct.pack("<q", -7),
             struct.pack("<6d", 0.5, 0.75, 0.125, 1.0, -1.5, 1.25),
             struct.pack("<3i", 1, 2, 3),
@@ -125,9 +139,12 @@ def test_a_step_is_laid_out_as_documented():
             struct.pack("<2i", 2, 9),
             struct.pack("<2i", 5, 6),
             struct.pack("<2f", -100.0, 0.5),
+            struct.pack("<3i", 4, 5, 9),
+            struct.pack("<5i", 1, 8, 2, 5, 6),
             # row 4
             struct.pack("<6i", 4, 1, 1, 0, 0, 0),
             struct.pack("<4i", 0, 0, -1, 0),
+            struct.pack("<4i", 0, 0, -1, -1),
             struct.pack("<q", -7),
             struct.pack("<6d", 1.0, 1.0, 0.0, 0.0, 0.0, 1.0),
             struct.pack("<i", 8),
@@ -138,21 +155,25 @@ def test_a_step_is_laid_out_as_documented():
 def test_an_output_is_laid_out_as_documented():
     assert encode_output(whole_output()) == b"".join(
         (
-            b"SKO2",
-            struct.pack("<iqdd6i", 3, 2**40, 0.25, 0.125, 1, 3, 2, 1, 0, 0),
+            b"SKO3",
+            struct.pack("<iqdd8i", 3, 2**40, 0.25, 0.125, 1, 2, 3, 2, 2, 1, 0, 0),
             struct.pack("<3i", 7, 0, 9),
             struct.pack("<i", 1),
+            struct.pack("<2i", 0, 2),
             struct.pack("<2i", 5, 2**31 - 1),
             struct.pack("<i", 6),
             struct.pack("<iid", 2, 2, -0.5),
             struct.pack("<2i2f", 8, 7, -0.25, -0.5),
             struct.pack("<iid", -1, 0, 0.0),
             struct.pack("<iid", 0, 1, -1.25),
+            struct.pack("<iid", 1, 7, -2.5),
+            struct.pack("<if", 4, -0.75),
+            struct.pack("<iid", 0, 0, 0.0),
         )
     )
     failed = StepOutput(1, b"", error="é")
     assert encode_output(failed) == (
-        b"SKO2" + struct.pack("<iqdd6i", 0, 1, 0.0, 0.0, 0, 0, 0, 0, 2, 0) + b"\xc3\xa9"
+        b"SKO3" + struct.pack("<iqdd8i", 0, 1, 0.0, 0.0, *[0] * 6, 2, 0) + b"\xc3\xa9"
     )
 
 
@@ -172,6 +193,13 @@ def test_a_message_that_is_cut_too_long_or_something_else_is_an_error(decode, me
         decode(message + b"\0")
     with pytest.raises(ValueError, match="expected it to begin with b'SK"):
         decode(b"GGUF" + message[4:])
+
+
+def test_an_output_that_says_to_have_a_score_and_has_none_is_an_error():
+    data = bytearray(encode_output(StepOutput(0, b"", scored=(RowLogprobs(0.0, 1, b"", b""),))))
+    data[64:68] = struct.pack("<i", -1)
+    with pytest.raises(ValueError, match="expected as many scores as it says"):
+        decode_output(bytes(data))
 
 
 def test_an_error_that_is_no_text_still_crosses():
@@ -244,12 +272,8 @@ def test_a_sampling_value_out_of_range_is_an_error_that_names_the_field(field, v
 @pytest.mark.parametrize(
     ("field", "neutral", "value"),
     [
-        ("prompt_logprobs", [None], 0),
-        ("bad_words", [None, []], ["x"]),
-        ("allowed_token_ids", [None, []], [1]),
-        ("structured_outputs", [None], {"json": {}}),
+        ("logits_processors", [None, []], [print]),
         ("detokenize", [True], False),
-        ("spaces_between_special_tokens", [True], False),
         ("extra_args", [None, {}], {"a": 1}),
     ],
 )
@@ -330,8 +354,12 @@ def test_as_many_stop_tokens_and_biases_as_are_allowed_are_taken():
 
 def test_the_choices_of_a_request_differ_by_their_number_only():
     sampling = SamplingParams(n=3, min_tokens=1, stop_token_ids=(9, 5), logit_bias={1: 2.0})
-    first = RowSampling.build(request_with(sampling), 0, {2})
-    for choice in range(3):
-        row = first.of_choice(choice)
-        assert row == RowSampling.build(request_with(sampling), choice, {2})
-        assert row.bias_ids is first.bias_ids
+    request = structs.replace(
+        request_with(sampling), mask_slots=(4, 9, 6), bad_words=((5,), (7, 8))
+    )
+    first = RowSampling.build(request, 0, {2})
+    assert [*unpack_ints(first.bad_words)] == [1, 5, 2, 7, 8]
+    for choice, slot in enumerate(request.mask_slots):
+        row = first.of_choice(choice, slot)
+        assert row == RowSampling.build(request, choice, {2})
+        assert row.bias_ids is first.bias_ids and row.mask_slot == slot

@@ -1,13 +1,19 @@
-"""Several sequences for one prompt: what `n`, `best_of` and beams ask for together."""
+"""SamplingParams: several sequences for one prompt, and what else is vLLM's."""
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from streamkv.errors import InvalidRequestError
 from streamkv.protocol import Request, RowSampling, SamplingParams
-from streamkv.sampling_params import BeamSearchParams
+from streamkv.sampling import StructuredOutputs
+from streamkv.sampling_params import (
+    BeamSearchParams,
+    GuidedDecodingParams,
+    StructuredOutputsParams,
+)
 
 
 def num_logprobs(**params) -> int:
@@ -150,3 +156,128 @@ def test_vllms_parameters_of_a_beam_search_are_these():
         with pytest.raises(InvalidRequestError, match=f"^{field}: ") as raised:
             BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | wrong)).sampling_params()
         assert raised.value.param == field
+
+
+def test_what_an_answer_is_to_match_is_one_of_seven_kinds():
+    for fields, kind in (
+        ({"json": {"type": "object"}}, "json"),
+        ({"json": '{"type": "object"}'}, "json"),
+        ({"json": msgspec.Raw(b'{"type": "object"}')}, "json"),
+        ({"json": True}, "json"),
+        ({"regex": "a+"}, "regex"),
+        ({"choice": ["a", "b"]}, "choice"),
+        ({"grammar": "root ::= a"}, "grammar"),
+        ({"lark": "start: a", "json_object": False}, "lark"),
+        ({"json_object": True, "whitespace_pattern": " ?"}, "json_object"),
+        ({"structural_tag": {"format": {}}}, "structural_tag"),
+    ):
+        structured = StructuredOutputs(**fields)
+        assert structured.kind == kind
+        assert structured == StructuredOutputs(**fields)
+        assert len({structured, StructuredOutputs(**fields)}) == 1
+        # vLLM's ways to give it.
+        for params in (
+            {"structured_outputs": structured},
+            {"structured_outputs": fields},
+            {"guided_decoding": GuidedDecodingParams(**fields, backend="xgrammar")},
+            {"guided_decoding": fields},
+        ):
+            assert SamplingParams(**params).structured_outputs.kind == kind
+            assert SamplingParams(**params).guided_decoding is None
+            assert SamplingParams(**params).clone().structured_outputs.kind == kind
+    assert StructuredOutputsParams is StructuredOutputs
+    assert StructuredOutputs(json={"type": "object"}).json == '{"type":"object"}'
+
+
+def test_a_class_of_pydantics_is_its_schema():
+    class Answer:
+        @staticmethod
+        def model_json_schema() -> dict:
+            return {"type": "integer"}
+
+    assert StructuredOutputs(json=Answer).json == '{"type":"integer"}'
+
+
+def test_nothing_is_to_be_matched_where_nothing_is_asked_for():
+    for nothing in (None, {}, {"json": None, "regex": None}):
+        assert SamplingParams(structured_outputs=nothing).structured_outputs is None
+    assert GuidedDecodingParams.from_optional(json=None, backend="auto") is None
+    assert GuidedDecodingParams.from_optional(regex="a").regex == "a"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, "exactly one of json, regex, .*, got none"),
+        ({"json": {}, "regex": "a"}, "got json, regex"),
+        ({"json": 5}, "json to be text that isn't empty, got int"),
+        ({"json": {"a": object()}}, "json to be JSON"),
+        ({"json": ""}, "json to be text that isn't empty, got ''"),
+        ({"regex": ""}, "regex to be text"),
+        ({"regex": 5}, "regex to be text that isn't empty, got int"),
+        ({"regex": "a" * 300_000}, "at most 262144 characters of regex, got 300000"),
+        ({"json": {"a": "b" * 300_000}}, "at most 262144 characters of json"),
+        ({"choice": []}, "choice to be a list of texts"),
+        ({"choice": ["a", ""]}, "none of them empty"),
+        ({"choice": "abc"}, "expected a list of choices"),
+        ({"choice": ["a"] * 5000}, "at most 4096 choices"),
+        ({"choice": ["a" * 100_000] * 3}, "at most 262144 characters of choices"),
+        ({"grammar": b"root"}, "got bytes"),
+        ({"json_object": "yes"}, "json_object: expected true or false"),
+        ({"json": {}, "whitespace_pattern": " " * 300}, "at most 256 characters"),
+    ],
+)
+def test_what_can_not_be_matched_is_an_error(fields, why):
+    with pytest.raises(InvalidRequestError, match=why) as raised:
+        StructuredOutputs(**fields)
+    assert raised.value.param.startswith("structured_outputs")
+
+
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("structured_outputs", {"structured_outputs": 5}),
+        ("structured_outputs", {"structured_outputs": {"yaml": "a"}}),
+        ("guided_decoding", {"guided_decoding": "json"}),
+        (
+            "guided_decoding",
+            {"guided_decoding": {"regex": "a"}, "structured_outputs": {"json": {}}},
+        ),
+        ("structured_outputs", {"structured_outputs": {"regex": "a"}, "use_beam_search": True}),
+        ("allowed_token_ids", {"allowed_token_ids": []}),
+        ("allowed_token_ids", {"allowed_token_ids": [-1]}),
+        ("allowed_token_ids", {"allowed_token_ids": range(5000)}),
+        ("allowed_token_ids", {"allowed_token_ids": [1], "use_beam_search": True}),
+        ("bad_words", {"bad_words": ["a", ""]}),
+        ("bad_words", {"bad_words": [5]}),
+        ("bad_words", {"bad_words": ["a"] * 129}),
+        ("bad_words", {"bad_words": ["a" * 5000]}),
+        ("bad_words", {"bad_words": ["a"], "use_beam_search": True}),
+        ("prompt_logprobs", {"prompt_logprobs": -1}),
+        ("prompt_logprobs", {"prompt_logprobs": 21}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 0}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": -2}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 1.5}),
+        ("spaces_between_special_tokens", {"spaces_between_special_tokens": "no"}),
+        ("detokenize", {"detokenize": False}),
+    ],
+)
+def test_vllms_own_parameters_are_checked_by_name(field, params):
+    with pytest.raises(InvalidRequestError, match=f"^{field}: ") as raised:
+        SamplingParams(**params)
+    assert raised.value.param == field
+
+
+def test_vllms_own_parameters_are_kept_in_one_form():
+    params = SamplingParams(
+        allowed_token_ids=np.array([5, 3]),
+        bad_words="never",
+        prompt_logprobs=np.int64(3),
+        truncate_prompt_tokens=-1,
+        spaces_between_special_tokens=None,
+    )
+    assert params.allowed_token_ids == (5, 3)
+    assert params.bad_words == ("never",)
+    assert (params.prompt_logprobs, params.truncate_prompt_tokens) == (3, -1)
+    assert params.spaces_between_special_tokens is True
+    assert SamplingParams(bad_words=None, allowed_token_ids=None) == SamplingParams()

@@ -95,7 +95,7 @@ def test_names_of_vllm_that_mean_the_same_are_taken(served, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--enable-auto-tool-choice", "--tool-call-parser", "hermes"], "--enable-auto-tool"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "kimi"], "--tool-call-parser"),
         (["--enable_lora", "--lora-modules", "a=b", "c=d"], "--enable-lora"),
         (["-dp", "2"], "--data-parallel-size"),
         (["--no-enable-chunked-prefill"], "--enable-chunked-prefill"),

@@ -55,8 +55,9 @@ export function createEvent({ model, messages, settings, streamId }) {
   const input = messages
     .filter((message) => message.text)
     .map(({ role, text }) => ({ type: "message", role, content: text }));
-  const stream_id = streamId;
-  return { type: "response.create", stream_id, model, store: false, input, ...chosen };
+  // The page does not come back for an answer: nobody is to write one for it.
+  const kept = { store: false, on_disconnect: "abort" };
+  return { type: "response.create", stream_id: streamId, model, ...kept, input, ...chosen };
 }
 
 /** An answer before its first event. Times are milliseconds of one monotonic clock. */

@@ -54,13 +54,14 @@ bool ends_with(const std::string& output, const std::string& error) {
 void check_runner(Report& report) {
   Team team(1);
   KvCache cache = KvCache::allocate(Dtype::kFloat32, 1, 1, 1, 1, 16, 1);
-  Runner runner(nullptr, team, cache, 0, {1, 1, 1, 1});
-  const std::string message = step_message(7, "SKI2");
+  const RunnerLimits limits{1, 1, 1, 1, 0, std::chrono::nanoseconds(0)};
+  Runner runner(nullptr, team, cache, 0, limits, nullptr);
+  const std::string message = step_message(7, "SKI3");
   const std::string good = runner.step(message);
   report.expect(id_of(good) == 7, "the id of a step with memory");
   bool has_failed = false, has_worked = false;
   for (int64_t num_allocations = 0; num_allocations < 20; ++num_allocations) {
-    const std::string next = step_message(num_allocations, "SKI2");
+    const std::string next = step_message(num_allocations, "SKI3");
     std::string output;
     bool threw = false;
     num_allocations_left = num_allocations;

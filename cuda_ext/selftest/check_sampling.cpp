@@ -7,6 +7,7 @@
 
 #include "selftest.h"
 #include "streamkv/sampler.h"
+#include "streamkv/token_mask.h"
 
 namespace streamkv::selftest {
 
@@ -109,6 +110,31 @@ void check_group_maxima(Report& report, Random& random, int64_t n) {
   }
 }
 
+// About one bit in `rarity`.
+std::vector<int32_t> random_bits(Random& random, int64_t n, int64_t rarity) {
+  std::vector<int32_t> token_ids;
+  for (int64_t i = 0; i < n; ++i)
+    if (random.below(rarity) == 0) token_ids.push_back(static_cast<int32_t>(i));
+  return mask_of(token_ids, n);
+}
+
+void check_mask(Report& report, Random& random, int64_t n) {
+  const std::vector<float> x = logits_of(random, n, true);
+  for (const int64_t rarity : {1, 2, 40}) {
+    const std::vector<int32_t> bits = random_bits(random, n, rarity);
+    std::vector<float> expected(x);
+    for (int64_t i = 0; i < n; ++i)
+      if (!is_allowed(bits, i)) expected[i] = -kInfinity;
+    Guarded beside(n * 4), in_place(n * 4);
+    memcpy(in_place.as<float>(), x.data(), n * 4);
+    kernels().sampling.mask(x.data(), bits.data(), n, beside.as<float>());
+    kernels().sampling.mask(in_place.as<float>(), bits.data(), n, in_place.as<float>());
+    report.expect(memcmp(beside.as<float>(), expected.data(), n * 4) == 0 &&
+                      beside == in_place && beside.is_intact() && in_place.is_intact(),
+                  "mask of " + std::to_string(n));
+  }
+}
+
 // The token by its definition: everything sorted, in double precision.
 int32_t plain_sample(const std::vector<float>& x, const SamplingParams& params, double uniform) {
   std::vector<int32_t> order(x.size());
@@ -156,6 +182,44 @@ void check_rows(Report& report, Random& random, int64_t n) {
     report.expect(fabs(row.logprob - (x[row.token_id] - log(total))) < 2e-6 &&
                       row.top_ids[0] == plain_argmax(x),
                   "log-probabilities of " + std::to_string(n));
+    const SampledRow sampled = row;
+    score_row({x.data(), n, row.token_id, 3}, scratch, row);
+    report.expect(row.logprob == sampled.logprob && row.rank == sampled.rank &&
+                      row.top_ids == sampled.top_ids && row.top_logprobs == sampled.top_logprobs,
+                  "score_row of " + std::to_string(n));
+  }
+}
+
+// As if the vocabulary had none but the allowed tokens, few or many.
+void check_masked_rows(Report& report, Random& random, int64_t n) {
+  const std::vector<float> x = logits_of(random, n, false);
+  const int32_t token_ids[] = {0};
+  SamplerScratch scratch;
+  SampledRow row;
+  for (int64_t i = 0; i < 60; ++i) {
+    const std::vector<int32_t> bits = random_bits(random, n, i % 2 == 0 ? 2 : 50);
+    std::vector<int32_t> allowed;
+    std::vector<float> scores;
+    for (int64_t id = 0; id < n; ++id)
+      if (is_allowed(bits, id)) {
+        allowed.push_back(static_cast<int32_t>(id));
+        scores.push_back(x[id]);
+      }
+    if (allowed.empty()) continue;
+    SamplingParams params{};
+    params.temperature = i % 3 == 0 ? 0.0 : 0.8;
+    params.top_p = i % 4 == 0 ? 0.7 : 1.0;
+    params.top_k = i % 5 == 0 ? 20 : 0;
+    params.repetition_penalty = 1.0;
+    params.num_logprobs = -1;
+    params.seed = static_cast<int64_t>(random.bits());
+    sample_row({x.data(), n, &params, token_ids, 1, 1, bits.data()}, scratch, row);
+    const int64_t expected =
+        params.temperature == 0.0
+            ? plain_argmax(scores)
+            : plain_sample(scores, params, philox_uniform(params.seed, 1, 0));
+    report.expect(!row.failed && row.token_id == allowed[expected],
+                  "masked row of " + std::to_string(n) + ", case " + std::to_string(i));
   }
 }
 
@@ -170,8 +234,10 @@ void check_sampling(Report& report) {
     check_sum_exp(report, random, n);
     check_selection(report, random, n);
     check_group_maxima(report, random, n);
+    check_mask(report, random, n);
   }
   for (const int64_t n : {3, 50, 1000, 20000}) check_rows(report, random, n);
+  for (const int64_t n : {3, 50, 1000, 20000}) check_masked_rows(report, random, n);
   // The first words that the authors' known answers give for counter and key zero.
   constexpr uint64_t kFirst = 0x6627e8d5, kSecond = 0xe169c58d;
   const uint64_t bits = (kFirst >> 5) << 26 | kSecond >> 6;

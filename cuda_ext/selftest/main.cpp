@@ -25,8 +25,9 @@ struct Check {
 constexpr Check kChecks[] = {
     {"packing", check_packing},     {"products", check_products},
     {"quantized", check_quantized}, {"elementwise", check_elementwise},
-    {"attention", check_attention}, {"runner", check_runner},
-    {"sampling", check_sampling},   {"team", check_team},
+    {"attention", check_attention}, {"masks", check_masks},
+    {"runner", check_runner},       {"sampling", check_sampling},
+    {"team", check_team},
 };
 
 bool check_isa(const std::string& isa) {

@@ -109,6 +109,7 @@ void check_products(Report& report);
 void check_quantized(Report& report);
 void check_elementwise(Report& report);
 void check_attention(Report& report);
+void check_masks(Report& report);
 void check_runner(Report& report);
 void check_sampling(Report& report);
 void check_team(Report& report);

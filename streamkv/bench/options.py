@@ -104,6 +104,26 @@ BLOCKS_COLUMNS = (
 )
 
 
+class FaceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A server without a model, and a client that counts."""
+
+    api: Annotated[
+        tuple[Literal["chat", "completions", "responses-ws"], ...],
+        Meta(description="what is asked for; one or several"),
+    ] = ("chat", "completions", "responses-ws")
+    streams: Annotated[int, Meta(ge=1, le=4096, description="at once")] = 256
+    connections: Annotated[
+        int, Meta(ge=0, le=4096, description="WebSockets that share them (0: one a stream)")
+    ] = 0
+    step_ms: Annotated[
+        float, Meta(gt=0, le=1000, description="that the device takes for a token of every stream")
+    ] = 10.0
+    output_len: Annotated[
+        int, Meta(ge=16, le=3072, description="tokens generated for each request")
+    ] = 512
+    rounds: Annotated[Length, Meta(description="medians are taken over rounds")] = 3
+
+
 class StepsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Steps to try a program with."""
 

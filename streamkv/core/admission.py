@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from .kv.manager import KVManager
 from .kv.prefix_node import PrefixMatch
 from .kv.types import Keep
+from .prompts import Prompts
 from .roster import Roster
 from .sequence import NO_ROW, Sequence
 from .step_plan import StepPlan
@@ -65,6 +66,7 @@ class Admission:
         "_kv",
         "_max_num_seqs",
         "_num_refusals",
+        "_prompts",
         "_refused",
         "_roster",
         "headroom",
@@ -72,10 +74,16 @@ class Admission:
     )
 
     def __init__(
-        self, kv: KVManager, roster: Roster, max_num_seqs: int, min_lookahead: int
+        self,
+        kv: KVManager,
+        roster: Roster,
+        prompts: Prompts,
+        max_num_seqs: int,
+        min_lookahead: int,
     ) -> None:
         self._kv = kv
         self._roster = roster
+        self._prompts = prompts
         self._max_num_seqs = max_num_seqs
         self.headroom = Headroom(kv.block_size, min_lookahead)
         self._refused: tuple[Sequence | None, int] = (None, 0)  # head that didn't fit, free blocks
@@ -145,14 +153,15 @@ class Admission:
         return num_of_aside + len(group.spare)
 
     def _admit(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
-        """Give it a row and its first tokens."""
+        """Give it a row and its first tokens. There may be none for now: others have the step's
+        scores, or all is cached and its grammar's mask isn't there yet."""
         kv, roster, group = self._kv, self._roster, sequence.group
         # The others of a group, and who comes back, find what the request has computed itself.
         is_first = sequence.num_preemptions == 0 and sequence is group.leader
         kv.share(sequence, match, is_counted=is_first)
         num_hit_tokens = sequence.num_computed_tokens
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = num_hit_tokens
+            sequence.num_cached_tokens = min(num_hit_tokens, sequence.num_prompt_tokens)
             sequence.token_ids = sequence.token_ids[:]  # its own from now on
             if is_first and kv.is_shared:
                 self.num_queries_tokens += len(sequence.token_ids)
@@ -162,10 +171,14 @@ class Admission:
         roster.admit(sequence)
         plan.admitted.append(sequence)
         count = min(sequence.num_uncomputed_tokens, plan.budget)
-        grown = kv.grow(sequence, num_hit_tokens + count)
-        assert grown is not None, "room for all its tokens was found"
-        sequence.num_slots = len(sequence.block_table) * kv.block_size
-        plan.add_row(sequence)
-        plan.schedule_tokens(sequence, count)
+        if sequence.wants_prompt_events:
+            self._prompts.watch(sequence)
+            count = self._prompts.cut(sequence, count)
+        if count:
+            grown = kv.grow(sequence, num_hit_tokens + count)
+            assert grown is not None, "room for all its tokens was found"
+            sequence.num_slots = len(sequence.block_table) * kv.block_size
+            plan.add_row(sequence)
+            plan.schedule_tokens(sequence, count)
         if group in roster.leading and num_hit_tokens >= sequence.num_prompt_tokens - 1:
             roster.let_followers_go(group)

@@ -29,6 +29,7 @@ class SequenceGroup:
 
     __slots__ = (
         "_candidates",
+        "_eos_token_ids",
         "aside",
         "beams",
         "leader",
@@ -46,8 +47,8 @@ class SequenceGroup:
         eos_token_ids: frozenset[int],
     ) -> None:
         params = request.sampling
-        end_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        end_token_ids = end_token_ids.union(params.stop_token_ids)
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        end_token_ids = self._eos_token_ids.union(params.stop_token_ids)
         token_ids = array("i", request.prompt_token_ids)
         sampling = RowSampling.build(request, 0, eos_token_ids)
         self.request = request
@@ -90,7 +91,7 @@ class SequenceGroup:
         for sequence in self.sequences:
             sequence.is_beam = True
             sequence.end_token_ids = frozenset()  # the search sees to it
-            sequence.max_num_tokens = sequence.num_prompt_tokens + 1
+            sequence.max_num_tokens = sequence.halt_at = sequence.num_prompt_tokens + 1
 
     @property
     def num_held_back(self) -> int:
@@ -101,6 +102,10 @@ class SequenceGroup:
     def is_over(self) -> bool:
         """All have ended, and hold nothing."""
         return all(s.finish_reason is not None and s.row == NO_ROW for s in self.sequences)
+
+    def stop_reason(self, token_id: int) -> int | None:
+        """The token that ended a sequence, if it was one of the request's own."""
+        return None if token_id in self._eos_token_ids else token_id
 
     def gather(self) -> Sequence | None:
         """Begin anew: the first of those that wait leads, the others are aside. None: no one."""

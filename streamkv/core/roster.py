@@ -2,7 +2,8 @@
 
 Owns the queues, the rows and every change of a Sequence's status, so also the moment when its
 blocks go back to the KVManager. Must not know budgets, tokens or what a step computes. Invariant
-(I3): status matches the queue, and a row belongs to at most one sequence.
+(I3): status matches the queue, and a row belongs to at most one sequence. A group that is paused
+has no row, and is in no queue.
 
 Whatever a step in flight names, blocks and rows, stays taken until that step is committed, even if
 the sequence ended or was preempted meanwhile.
@@ -36,8 +37,10 @@ class Roster:
         "leading",
         "loading",
         "num_live",
+        "num_paused",
         "num_releasing_blocks",
         "now_s",
+        "paused",
         "removed_rows",
         "running",
         "waiting",
@@ -54,7 +57,9 @@ class Roster:
         self.loading: dict[Sequence, int] = {}
         # Groups whose leader runs while others are held back for it.
         self.leading: dict[SequenceGroup, None] = {}
+        self.paused: dict[SequenceGroup, None] = {}  # until it is resumed
         self.num_live = 0  # not ended
+        self.num_paused = 0  # of them
         self.num_releasing_blocks = 0  # in tables of those that left, but not yet their row
         self.last_committed_step_id = -1
         self.now_s = 0.0
@@ -148,19 +153,46 @@ class Roster:
         running = [s for s in group.sequences if s.status is SequenceStatus.RUNNING]
         for sequence in running:
             self._stop_running(sequence, keep)
+        self._gather(group)
+        return running[::-1]
+
+    def _gather(self, group: SequenceGroup) -> None:
+        """Those of it that wait begin anew: the leader in the queue, unless it is paused."""
         self.leading.pop(group, None)
         for sequence in group.sequences:
             if sequence.status is SequenceStatus.WAITING:
                 self._leave(self.waiting, sequence)
         leader = group.gather()
-        if leader is not None:
+        if leader is not None and group not in self.paused:
             insort(self.waiting, leader, key=_order)
-        return running[::-1]
 
     def preempt_one(self, sequence: Sequence, keep: Keep) -> None:
         """It alone steps back; its group goes on."""
         self._stop_running(sequence, keep)
         insort(self.waiting, sequence, key=_order)
+
+    def pause(self, group: SequenceGroup) -> None:
+        """It leaves the queues, and its blocks stay cached as if it had ended. Idempotent."""
+        live = [s for s in group.sequences if s.finish_reason is None]
+        if not live or group in self.paused:
+            return
+        self.paused[group] = None
+        self.num_paused += len(live)
+        for sequence in live:
+            if sequence.status is SequenceStatus.LOADING:
+                del self.loading[sequence]
+                self._kv.cancel_load(sequence)
+                sequence.status = SequenceStatus.WAITING
+            self._kv.unpin(sequence)
+            sequence.keep = Keep.CACHE
+        self.preempt(group, Keep.CACHE)
+
+    def resume(self, group: SequenceGroup) -> None:
+        """To its place in the queue. Idempotent."""
+        if group in self.paused:
+            del self.paused[group]
+            self.num_paused -= sum(s.finish_reason is None for s in group.sequences)
+            self._gather(group)
 
     def _stop_running(self, sequence: Sequence, keep: Keep) -> None:
         self._leave(self.running, sequence)
@@ -190,12 +222,17 @@ class Roster:
             self._leave_row(sequence)
         elif sequence.row == NO_ROW:
             self._settle(sequence)
+        if self.paused and group in self.paused:
+            self._end_paused(group)
         if sequence is group.leader:
-            self.leading.pop(group, None)
-            if (leader := group.gather()) is not None:
-                insort(self.waiting, leader, key=_order)
+            self._gather(group)
         else:
             self.settle_leading(group)
+
+    def _end_paused(self, group: SequenceGroup) -> None:
+        self.num_paused -= 1
+        if all(s.finish_reason is not None for s in group.sequences):
+            del self.paused[group]
 
     def _leave(self, queue: list[Sequence], sequence: Sequence) -> None:
         """It need not be in there."""
@@ -277,7 +314,8 @@ class Roster:
         return list(holders.values())
 
     def _check_without_row(self, holders: dict[tuple[int, int], Sequence]) -> None:
-        queued = {s: None for s in (*self.running, *self.waiting, *self.loading)}
+        leaders = [group.leader for group in self.paused if group.leader is not None]
+        queued = {s: None for s in (*self.running, *self.waiting, *self.loading, *leaders)}
         groups = {s.group: None for s in queued}
         held_back = [s for group in groups for s in (*group.aside, *group.spare)]
         if len(queued) + len(held_back) != self.num_live or not queued.keys().isdisjoint(held_back):
@@ -289,6 +327,15 @@ class Roster:
         for sequence in (*queued, *held_back):
             if sequence.order not in holders and (sequence.row != NO_ROW or sequence.block_table):
                 raise IntegrityError("I3", f"{sequence} waits with a row or blocks")
+        self._check_paused()
         for group in self.leading:
             if not group.num_held_back or group not in groups:
                 raise IntegrityError("I3", f"nobody of {group.sequences} is held back")
+
+    def _check_paused(self) -> None:
+        queued = (*self.running, *self.waiting, *self.loading)
+        if any(sequence.group in self.paused for sequence in queued):
+            raise IntegrityError("I3", f"a paused one is in a queue: {queued}")
+        num_paused = sum(s.finish_reason is None for group in self.paused for s in group.sequences)
+        if num_paused != self.num_paused:
+            raise IntegrityError("I3", f"{num_paused} are paused, counted {self.num_paused}")

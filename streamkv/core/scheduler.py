@@ -1,9 +1,10 @@
 """Scheduler: which tokens run in the next step, and what its results mean.
 
 Owns every Sequence from `add` to its release: queues and rows (Roster), block tables (KVManager),
-who is admitted (Admission), the steps in flight, and what their results mean (Committer). Must
-not know devices, text, clocks or randomness: the same commands give the same decisions. One thread
-calls it.
+how a step is filled (Planner): what running ones get of it (Service), and who is admitted
+(Admission); how far grammars let them run (Grammars), scores of prompts (Prompts), the steps in
+flight, and what their results mean (Committer; of beams, Searches). Must not know devices, text,
+clocks or randomness: the same commands give the same decisions. One thread calls it.
 
 There is no prefill or decode phase: a step hands out tokens so that each sequence's
 num_computed_tokens catches up with its num_tokens. Running sequences come first, then waiting
@@ -18,45 +19,61 @@ it takes from its own last sequence, or keeps its blocks and sits out.
 
 `schedule` may be called again before `commit` (overlap): it counts one new token for each row that
 asked for a sample in an uncommitted step, but for beams, which go on together. Whatever a step in
-flight names, blocks and rows, stays taken until that step is committed.
+flight names, blocks and rows, stays taken until that step is committed. Such a token may not come,
+when a grammar's mask isn't there in time: its row asks again, from then on only for tokens whose
+masks are there. Tokens that a grammar leaves no choice for are appended without steps.
 
-Invariants (`check_integrity` checks I1-I4, I6, I7; the tests check the rest by simulation):
+Invariants (`check_integrity` checks I1-I4, I6, I7 and I12; the tests check the rest by simulation):
   I1  a block is free or referenced; its count equals the number of tables, copies and loads that
       hold it
-  I2  computed <= tokens, and a table has exactly the blocks its computed tokens need
-  I3  a sequence is in one queue, or held back by its group, as its status says; a row belongs to
-      at most one; who waits or loads has neither row nor blocks
+  I2  computed <= tokens, and a table has exactly the blocks its computed tokens need, or some more
+      once it was run ahead in vain
+  I3  a sequence is in one queue, or held back by its group, or its request is paused, as its status
+      says; a row belongs to at most one; who waits or loads has neither row nor blocks
   I4  a step has at most max_num_batched_tokens tokens and max_num_seqs rows, each >= 1 token, and
       at most max_copies copies between tiers
-  I5  whatever fits alone finishes: with work to do, a step is in flight, `schedule` gives one, or
-      the store has something to report
-  I6  a block in two tables holds the prefix of both; only one of them writes it, after a copy
+  I5  whatever fits alone finishes: with work to do, a step is in flight, `schedule` gives one, the
+      store has something to report, or a mask is awaited
+  I6  a block in two tables holds the prefix of both; only one of them writes it, after a copy, or
+      what is written is there already
   I7  once all sequences are gone, and copies and the store have ended, every block and row is free
   I8  a sequence has one terminal event (or one `finish` call) and none after it
-  I9  tokens don't depend on batching, chunking, overlap, preemption, swapping, forks or caching
+  I9  tokens don't depend on batching, chunking, overlap, preemption, swapping, forks, caching,
+      pauses, or the time that masks take
   I10 a host slot or record is read only after what it holds was acknowledged as written
+  I11 a sequence whose mask came late costs one wait in its life; what was run ahead of it is never
+      published or told; a forced token is appended while nothing of the sequence is pending
+  I12 each token of a prompt but the first is scored once, if that is wanted, in order; a step
+      scores at most MAX_SCORED
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
 
 from ..errors import CapacityError
 from ..protocol import FinishReason, Request, StepOutput, StoredBlock, StoreOp, StoreResult
 from .admissible import check_admissible, num_blocks_needed
 from .admission import Admission
-from .committer import NO_TOKEN, Committer, TokenEvent
+from .committer import Committer
 from .cost_model import CostModel
+from .events import NO_TOKEN, PromptEvent, TokenEvent
+from .grammar import Grammars
 from .groups import SequenceGroup
 from .integrity import IntegrityError
 from .kv.manager import KVManager
-from .kv.types import Copy, Keep, KVStats
+from .kv.types import KVStats
+from .planner import Planner
+from .prompts import Prompts
 from .roster import Roster
+from .searches import Searches
 from .sequence import Sequence
+from .service import Service
 from .step_plan import SchedulerOutput, StepPlan
 
-__all__ = ["NO_TOKEN", "Scheduler", "SchedulerOutput", "TokenEvent"]
+__all__ = ["NO_TOKEN", "PromptEvent", "Scheduler", "SchedulerOutput", "TokenEvent"]
 
 
 class Scheduler:
@@ -98,23 +115,42 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        self._can_swap = num_host_slots > 0 and preemption_mode != "recompute"
-        self._always_swaps = preemption_mode == "swap"
         self._cost = CostModel(
             copy_block_s, token_s, min_num_tokens=max_num_batched_tokens // 2 + 1
         )
         # A step has a token for each running row, so that none ever starves.
         num_rows = min(max_num_seqs, max_num_batched_tokens)
         self._roster = Roster(self._kv, num_rows)
-        self._admission = Admission(self._kv, self._roster, num_rows, min_lookahead)
-        self._committer = Committer(self._kv, self._roster, eos_token_ids)
+        self._prompts = Prompts()
+        self._grammars = Grammars(self._roster)
+        self._searches = Searches(self._kv, self._roster)
+        self._service = Service(
+            self._kv,
+            self._roster,
+            self._prompts,
+            self._cost,
+            can_swap=num_host_slots > 0 and preemption_mode != "recompute",
+            always_swaps=preemption_mode == "swap",
+        )
+        admission = Admission(self._kv, self._roster, self._prompts, num_rows, min_lookahead)
+        self._admission = admission
+        self._committer = Committer(
+            self._kv, self._roster, self._grammars, self._prompts, self._searches
+        )
+        self._planner = Planner(
+            self._kv,
+            self._roster,
+            self._service,
+            admission,
+            self._prompts,
+            self._grammars,
+            self._committer,
+        )
         self._in_flight: deque[StepPlan] = deque()
         self._num_arrivals = 0
         self._next_step_id = 0
         self._max_num_blocks = num_blocks
         self.num_blocks = num_blocks  # in use
-        self.num_preemptions = 0
-        self.num_swaps = 0  # of them
 
     # --- what goes on ------------------------------------------------------------------------
 
@@ -124,8 +160,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """All others that have not ended."""
-        return self._roster.num_live - len(self._roster.running)
+        """All others that have not ended, but for those that are paused."""
+        roster = self._roster
+        return roster.num_live - roster.num_paused - len(roster.running)
+
+    @property
+    def num_paused(self) -> int:
+        return self._roster.num_paused
 
     @property
     def num_loading(self) -> int:
@@ -133,14 +174,24 @@ class Scheduler:
         return len(self._roster.loading)
 
     @property
+    def num_preemptions(self) -> int:
+        return self._service.num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        """Of these."""
+        return self._service.num_swaps
+
+    @property
     def num_in_flight_steps(self) -> int:
         return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
-        """Something waits, runs, is to be told or copied, or is named by a step in flight."""
+        """Something waits, runs, is to be told or copied, or is named by a step in flight. Who is
+        paused is no work."""
         return bool(
-            self._roster.num_live
+            self._roster.num_live > self._roster.num_paused
             or self._in_flight
             or self.has_answers
             or self._committer.copies_on_their_way
@@ -150,12 +201,13 @@ class Scheduler:
     @property
     def has_answers(self) -> bool:
         """`take_answers` would give some."""
-        return self._committer.has_answers
+        return self._searches.has_answers
 
     @property
     def is_busy(self) -> bool:
-        """Something is on its way that will change what `schedule` says."""
-        return self._kv.is_busy
+        """Something is on its way that will change what `schedule` says: a copy, a result of the
+        store, or a mask."""
+        return self._kv.is_busy or self._grammars.awaits_mask
 
     @property
     def num_free_blocks(self) -> int:
@@ -208,10 +260,30 @@ class Scheduler:
         """End a sequence from outside, all beams with one; later tokens are dropped, and answers of
         beams that were not taken. Idempotent."""
         if sequence.is_beam:
-            self._committer.drop_answers(sequence.group)
+            self._searches.drop_answers(sequence.group)
         if sequence.finish_reason is None:
             for one in sequence.group.sequences if sequence.is_beam else (sequence,):
                 self._roster.end(one, reason)
+
+    def pause(self, sequence: Sequence) -> None:
+        """Its whole request gives back rows and blocks, as a preempted one does (they stay cached),
+        until it is resumed. Steps in flight are committed as usual. Idempotent."""
+        self._roster.pause(sequence.group)
+
+    def resume(self, sequence: Sequence) -> None:
+        """To its place in the queue. Idempotent."""
+        self._roster.resume(sequence.group)
+
+    def on_mask(self, sequence: Sequence, position: int) -> None:
+        """Its grammar's mask for the token at that position is published. (The first one, for the
+        token after the prompt, is published before `add`.) To be called for every other one."""
+        self._grammars.on_mask(sequence, position)
+
+    def force(self, sequence: Sequence, start: int, token_ids: Tokens[int]) -> list[TokenEvent]:
+        """Its grammar leaves no choice for the tokens from position `start` on: these come, without
+        steps. Events come from here, or from a `commit` once what is in flight has given the first
+        of them. Nothing is done where log-probabilities are wanted: those come of steps."""
+        return self._grammars.force(sequence, start, token_ids)
 
     def advance_clock(self, now_s: float) -> None:
         """Any clock that only goes on: sessions end by it."""
@@ -228,6 +300,7 @@ class Scheduler:
                 f"{num_blocks}; start with more KV memory to have more"
             )
         groups = {s.group: None for s in (*roster.running, *roster.waiting, *roster.loading)}
+        groups.update(roster.paused)
         for group in groups:
             num_needed = num_blocks_needed(group.request, self.block_size)
             if num_needed > num_blocks:
@@ -258,139 +331,18 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can be done before the next commit, add or result of
         the store."""
-        roster, kv = self._roster, self._kv
-        if roster.loading:
-            self._end_loads()
-        plan = StepPlan(self._next_step_id, self._max_num_batched_tokens)
-        all_served = self._schedule_running(plan)
-        if all_served and not plan.preempted:
-            self._admission.admit_waiting(plan, bool(self._in_flight))
-        copies = kv.take_copies()
-        if not (copies or plan.scheduled) and roster.running and self._is_stalled:
-            copies = self._unstall(plan)
-        plan.copies = copies
-        if copies:
-            self._committer.copies_on_their_way.update(copy.number for copy in copies)
-        elif not plan.scheduled and not self._has_to_ask:
-            return self.schedule() if kv.begin_reads() else None
-        output = plan.build(roster.removed_rows)
-        roster.removed_rows.clear()
+        plan = self._planner.plan(
+            self._next_step_id,
+            self._max_num_batched_tokens,
+            is_step_in_flight=bool(self._in_flight),
+        )
+        if plan is None:
+            return None
+        output = plan.build(self._roster.removed_rows)
+        self._roster.removed_rows.clear()
         self._next_step_id += 1
         self._in_flight.append(plan)
         return output
-
-    @property
-    def _is_stalled(self) -> bool:
-        """Nothing will come back by itself: those who run wait for others of their groups, and
-        these, in the queue or loading, for the blocks of those who run."""
-        return not (self._in_flight or self._kv.is_busy)
-
-    def _unstall(self, plan: StepPlan) -> list[Copy]:
-        """Somebody fits after all, with what is cached by now; or the last group steps back."""
-        roster, admission, kv = self._roster, self._admission, self._kv
-        for steps_back in (False, True):
-            if steps_back:
-                self._preempt(roster.running[-1].group, plan)
-            admission.forget_refusal()
-            if not roster.loading:  # who loads comes first
-                admission.admit_waiting(plan, False)
-            copies = kv.take_copies()
-            if copies or plan.scheduled:
-                break
-        return copies
-
-    @property
-    def _has_to_ask(self) -> bool:
-        """A step of nothing brings news of copies."""
-        return bool(self._committer.copies_on_their_way) and not self._in_flight
-
-    def _end_loads(self) -> None:
-        for sequence in self._kv.take_loaded():
-            self._roster.end_load(sequence)
-            self._admission.forget_refusal()
-
-    def _schedule_running(self, plan: StepPlan) -> bool:
-        """Give each running sequence tokens, in order. False if one sat out for want of blocks."""
-        running = self._roster.running
-        all_served = True
-        index = 0
-        while index < len(running):
-            sequence = running[index]
-            index += 1
-            count = sequence.num_uncomputed_tokens
-            if count > 1:
-                # One token of the budget is kept for each row behind: decode never starves.
-                count = min(count, plan.budget - (len(running) - index))
-            elif count == 0:  # its last token is in flight, or it waits for other beams
-                continue
-            end = sequence.num_computed_tokens + count
-            # Blocks go to the first in need: who comes after one that sat out gets none.
-            if end > sequence.num_slots and not (all_served and self._grow(sequence, end, plan)):
-                all_served = False
-                continue
-            plan.schedule_tokens(sequence, count)
-        return all_served
-
-    def _grow(self, sequence: Sequence, end: int, plan: StepPlan) -> bool:
-        """Make its table, and its row on the device, ready for tokens up to `end`."""
-        grown = self._kv.grow(sequence, end)
-        while grown is None:
-            if not self._make_room(sequence, end, plan):
-                return False
-            grown = self._kv.grow(sequence, end)
-        appended, is_rewritten = grown
-        if is_rewritten:
-            self._roster.retable(sequence)
-        sequence.num_slots = len(sequence.block_table) * self.block_size
-        if sequence.is_row_known:
-            plan.append_blocks(sequence.row, appended)
-        else:
-            plan.add_row(sequence)
-        return True
-
-    def _make_room(self, sequence: Sequence, end: int, plan: StepPlan) -> bool:
-        """Preempt from the end until the blocks for tokens up to `end` are free. False: not yet.
-
-        Nobody is preempted for blocks that come back with a step in flight or a copy, and only
-        sequences behind this one are: preempting itself would give its blocks to nobody who asked.
-        """
-        kv, roster = self._kv, self._roster
-        while (num_new := kv.num_new_blocks(sequence, end)) > kv.pool.num_free:
-            last = roster.running[-1]
-            ends_soon = last.num_uncomputed_tokens == 0 and roster.is_in_flight(last)
-            num_returning = roster.num_releasing_blocks + kv.num_returning_blocks
-            will_be_free = kv.pool.num_free + num_returning
-            if will_be_free >= num_new or last is sequence or ends_soon:
-                return False
-            if last.group is not sequence.group:
-                self._preempt(last.group, plan)
-            elif sequence.is_beam:  # it can't go on without the others
-                return False
-            else:
-                keep = self._how_to_keep([last])
-                roster.preempt_one(last, keep)
-                self._note_preempted([last], keep, plan)
-        return True
-
-    def _preempt(self, group: SequenceGroup, plan: StepPlan) -> None:
-        """Back to the queue; tokens in flight will still be committed, but for beams."""
-        keep = self._how_to_keep(group.sequences)
-        self._note_preempted(self._roster.preempt(group, keep), keep, plan)
-
-    def _how_to_keep(self, sequences: list[Sequence]) -> Keep:
-        if self._can_swap:
-            num_tokens = sum(sequence.num_computed_tokens for sequence in sequences)
-            num_blocks = sum(len(sequence.block_table) for sequence in sequences)
-            if self._always_swaps or self._cost.is_swap_quicker(num_blocks, num_tokens):
-                return Keep.SWAP
-        return Keep.GIVE_UP
-
-    def _note_preempted(self, preempted: list[Sequence], keep: Keep, plan: StepPlan) -> None:
-        plan.preempted += preempted
-        self.num_preemptions += len(preempted)
-        if keep is Keep.SWAP:
-            plan.swapped_out += preempted
-            self.num_swaps += len(preempted)
 
     # --- its results -------------------------------------------------------------------------
 
@@ -406,12 +358,17 @@ class Scheduler:
             duration_s=output.duration_s,
             copies_s=output.copies_s,
         )
-        return self._committer.commit(step, output)
+        return self._committer.commit(step, output, self._in_flight)
+
+    def take_prompt_events(self) -> list[PromptEvent]:
+        """What commits have computed of prompts since the last call, of requests that want to be
+        told, or prompt_logprobs: the first choice's, in order."""
+        return self._prompts.take_events()
 
     def take_answers(self, max_num: int) -> list[TokenEvent]:
         """Events of beams whose search has ended, at most so many: `commit` gives only failures of
         them. Each search's come in order, those of several searches by turns."""
-        return self._committer.take_answers(max_num)
+        return self._searches.take_answers(max_num)
 
     # --- checks ------------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@ block table) changes a Sequence; all others read.
 
     0         num_computed_tokens   len(token_ids)        num_tokens
     |  scheduled  |   to compute   |  pending: sampled, not committed  |
+
+At `halt_at` tokens the last one isn't computed, so none is asked for: at the end, and before it
+while something must come first.
 """
 
 from __future__ import annotations
@@ -43,18 +46,23 @@ class Sequence:
         "end_token_ids",
         "finish_reason",
         "group",
+        "halt_at",
         "is_beam",
+        "is_gated",
         "is_lost",
         "is_row_known",
         "keep",
         "last_step_id",
+        "mask_position",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_scored_tokens",
         "num_slots",
+        "num_told_tokens",
         "order",
         "prefix_node",
         "request",
@@ -86,6 +94,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         # At the end; of a beam: once it waits for the others.
         self.max_num_tokens = self.num_prompt_tokens + request.max_tokens
+        self.halt_at = self.max_num_tokens
         self.num_computed_tokens = 0  # KV written or in flight; 0 without blocks
         self.num_pending_tokens = 0  # sampled on the device, not committed
         self.num_cached_tokens = 0  # prefix hit at the first admission
@@ -102,6 +111,11 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.is_lost = False  # a step failed to compute its KV; so it ends, or has ended already
         self.stop_reason: int | None = None  # the stop token id, if one of the request's ended it
+        self.mask_position = self.num_prompt_tokens  # of the latest mask that its grammar has made
+        self.is_gated = False  # it isn't run ahead of its masks, since one came late
+        # Of the prompt, from its beginning: they have a score, it is on its way, or needs none.
+        self.num_scored_tokens = 1 if self.wants_scores else self.num_prompt_tokens
+        self.num_told_tokens = 0  # of the prompt: computed, as its events say or will say
 
     @property
     def key(self) -> tuple[str, int]:
@@ -112,6 +126,20 @@ class Sequence:
         """Where its grammar's masks are; -1 = it has none."""
         slots = self.request.mask_slots
         return slots[self.choice] if slots else -1
+
+    @property
+    def awaits_mask(self) -> bool:
+        """It runs on only once its grammar has said which tokens may come next."""
+        return self.is_gated and self.mask_position < len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def wants_scores(self) -> bool:
+        """Of its prompt's tokens; those of all choices are the same, so it is the first's work."""
+        return self.choice == 0 and self.sampling.num_prompt_logprobs >= 0
+
+    @property
+    def wants_prompt_events(self) -> bool:
+        return self.choice == 0 and (self.request.wants_progress or self.wants_scores)
 
     @property
     def num_tokens(self) -> int:
@@ -131,7 +159,7 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens to schedule: all but those scheduled, and never the last one of the answer."""
         num_tokens = len(self.token_ids) + self.num_pending_tokens
-        if num_tokens == self.max_num_tokens:
+        if num_tokens == self.halt_at:
             num_tokens -= 1
         return num_tokens - self.num_computed_tokens
 

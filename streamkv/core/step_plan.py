@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..protocol import Ask, RowAdded, StepInput, pack_ints
+from ..protocol import MAX_SCORED, Ask, RowAdded, StepInput, pack_ints
 from .integrity import IntegrityError
 from .kv.types import Copy
 from .sequence import Sequence
 
-_NONE, _SAMPLE = int(Ask.NONE), int(Ask.SAMPLE)  # plain ints pack faster
+_NONE, _SAMPLE, _SCORE = int(Ask.NONE), int(Ask.SAMPLE), int(Ask.SCORE)  # these pack faster
+
+
+class PromptChunk(NamedTuple):
+    """To be told once the step is committed."""
+
+    sequence: Sequence
+    num_computed_tokens: int  # of the prompt, by then
+    num_scored: int
 
 
 class SchedulerOutput(NamedTuple):
@@ -39,11 +47,14 @@ class StepPlan:
         "asks",
         "budget",
         "copies",
+        "num_scored",
         "preempted",
+        "prompts",
         "scheduled",
         "step_id",
         "swapped_in",
         "swapped_out",
+        "void",
     )
 
     def __init__(self, step_id: int, budget: int) -> None:
@@ -56,6 +67,10 @@ class StepPlan:
         self.swapped_in: list[Sequence] = []
         self.swapped_out: list[Sequence] = []
         self.copies: list[Copy] = []
+        self.prompts: list[PromptChunk] = []  # in the order of `scheduled`
+        self.num_scored = 0  # tokens of prompts
+        # A token before theirs didn't come, so that what this step gives for them means nothing.
+        self.void: set[Sequence] = set()
         self._rows: list[int] = []  # (row, start, count, Ask) each, flat
         self._appended: list[int] = []  # (row, block_id) each, flat
         self._added: list[RowAdded] = []
@@ -91,6 +106,11 @@ class StepPlan:
         self.asks.append(asks)
         self._rows += (sequence.row, start, count, _SAMPLE if asks else _NONE)
 
+    def ask_for_scores(self, index: int, num_scored: int) -> None:
+        """Of so many tokens, from the scheduled sequence with this index."""
+        self.num_scored += num_scored
+        self._rows[4 * index + 3] |= _SCORE
+
     def build(self, removed_rows: list[int]) -> SchedulerOutput:
         step = StepInput(
             step_id=self.step_id,
@@ -111,7 +131,9 @@ class StepPlan:
         )
 
     def check_integrity(self, max_num_tokens: int, max_num_rows: int) -> None:
-        """I4: the step isn't too big, and no row has nothing to do in it."""
+        """I4, I12: the step isn't too big, and no row has nothing to do in it."""
+        if self.num_scored > MAX_SCORED:
+            raise IntegrityError("I12", f"step {self.step_id} scores {self.num_scored} tokens")
         counts = [count for _, _, count in self.scheduled]
         if (
             len(counts) > max_num_rows

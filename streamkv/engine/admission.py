@@ -29,8 +29,11 @@ def seed_source(seed: int) -> Callable[[], int]:
     return functools.partial(source.getrandbits, 63)
 
 
-def check_prompt(prompt: object, info: RunnerInfo) -> str | tuple[int, ...]:
-    """The prompt as text or token ids. InvalidRequestError unless it is one and not empty.
+def check_prompt(
+    prompt: object, info: RunnerInfo, num_kept: int | None = None
+) -> str | tuple[int, ...]:
+    """The prompt as text or token ids, the last `num_kept` of them. InvalidRequestError unless it
+    is one and not empty.
 
     ContextLengthError for too many ids, before any of them is looked at.
     """
@@ -42,6 +45,8 @@ def check_prompt(prompt: object, info: RunnerInfo) -> str | tuple[int, ...]:
             )
         if isinstance(prompt, str):
             return prompt
+        if num_kept is not None:
+            prompt = prompt[-num_kept:]
         check_prompt_len(len(prompt), info)
         if set(map(type, prompt)) != {int}:
             prompt = tuple(map(plain, prompt))
@@ -52,6 +57,27 @@ def check_prompt(prompt: object, info: RunnerInfo) -> str | tuple[int, ...]:
     else:
         got = type(prompt).__name__
     raise InvalidRequestError(f"prompt: expected text or token ids, got {got}", param="prompt")
+
+
+def num_kept_tokens(sampling: SamplingParams, info: RunnerInfo) -> int | None:
+    """How many of a prompt's last tokens are kept; None: all of them."""
+    num_kept = sampling.truncate_prompt_tokens
+    if num_kept != -1:
+        return num_kept
+    num_wanted = sampling.min_tokens if sampling.max_tokens is None else sampling.max_tokens
+    return max(info.max_model_len - max(num_wanted, 1), 1)
+
+
+def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The ways to write them: as they begin a text, and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip() or word
+        for text in (bare, f" {bare}"):
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if token_ids:
+                found[token_ids] = None
+    return tuple(found)
 
 
 def check_prompt_len(num_tokens: int, info: RunnerInfo, name: str = "prompt") -> None:
@@ -161,6 +187,9 @@ def build_request(
     cache_salt: str = "",
     session_id: str = "",
     session_ttl_s: float = 0.0,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    mask_slots: tuple[int, ...] = (),
+    wants_progress: bool = False,
 ) -> Request:
     """The request as the scheduler takes it. InvalidRequestError, ContextLengthError."""
     if not prompt_token_ids:
@@ -169,18 +198,27 @@ def build_request(
     _check_vocabulary("prompt", prompt_token_ids, info.vocab_size)
     _check_vocabulary("logit_bias", sampling.logit_bias, info.vocab_size)
     _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    _check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), info.vocab_size)
+    _check_vocabulary("bad_words", [i for word in bad_words for i in word], info.vocab_size)
+    max_tokens = _resolve_max_tokens(len(prompt_token_ids), sampling, info)
+    seed = draw_seed() if sampling.seed is None else sampling.seed
+    if sampling.structured_outputs is not None:  # its masks leave ends only where they must
+        sampling = sampling.clone(ignore_eos=False)
     return Request(
         request_id=request_id,
         model=model,
         prompt_token_ids=prompt_token_ids,
         sampling=sampling,
-        seed=draw_seed() if sampling.seed is None else sampling.seed,
-        max_tokens=_resolve_max_tokens(len(prompt_token_ids), sampling, info),
+        seed=seed,
+        max_tokens=max_tokens,
         arrival_s=arrival_s,
         priority=priority,
         cache_salt=cache_salt,
         session_id=session_id,
         session_ttl_s=session_ttl_s,
+        bad_words=bad_words,
+        mask_slots=mask_slots,
+        wants_progress=wants_progress,
     )
 
 

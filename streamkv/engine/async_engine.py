@@ -2,7 +2,8 @@
 
 Owns the life of the engine (loading, ready, draining, failed, closed), its device thread and its
 loop. It must not know HTTP, nor what is inside a runner. It belongs to the event loop that started
-it; it installs no signal handler, starts no process and changes no process-wide setting.
+it; it installs no signal handler and changes no process-wide setting. Of processes it starts one,
+when somebody asks for an answer that follows a grammar.
 
 Invariant: `start` and `generate` never block; whatever state the engine is in, `close` ends every
 stream, joins the thread and frees the model's memory.
@@ -11,7 +12,6 @@ stream, joins the thread and frees the model's memory.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import secrets
 import time
@@ -26,21 +26,14 @@ from ..errors import (
 )
 from ..protocol import Runner, RunnerInfo, SamplingParams, StepOutput
 from ..text.tokenizer import Tokenizer
-from .admission import (
-    build_request,
-    check_name,
-    check_priority,
-    check_prompt,
-    check_session,
-    seed_source,
-)
+from .admission import seed_source
 from .device_thread import DeviceThread
 from .encoding import Encoder
 from .engine_loop import EngineLoop
 from .life import EngineStatus, Life
 from .loading import build_loop, build_model, resolve_config
-from .mailbox import Mailbox
 from .ready_log import log_ready
+from .reception import Reception
 from .stats import EngineStats
 from .stream import Admission, TokenStream
 
@@ -86,6 +79,7 @@ class AsyncEngine:
         self._loop: EngineLoop | None = None  # from READY until CLOSED
         self._last_stats = EngineStats()
         self._encoder = Encoder()
+        self._reception: Reception | None = None  # once it was READY
 
     # --- life --------------------------------------------------------------------------------
 
@@ -127,6 +121,8 @@ class AsyncEngine:
         """
         self.drain()
         self._life.become(EngineStatus.CLOSED)
+        if self._reception is not None:
+            self._reception.stop()
         try:
             if self._loop is not None:
                 await self._loop.settle(SETTLE_S)
@@ -135,6 +131,8 @@ class AsyncEngine:
                 self._loop.stop()
                 self._last_stats = self._loop.stats()
             self._loop = None
+        if self._reception is not None and self._reception.has_threads:
+            await asyncio.to_thread(self._reception.close)  # before the masks' memory is gone
         if self._device is not None:
             await self._device.close()
         self._device = self._given_runner = None
@@ -242,6 +240,7 @@ class AsyncEngine:
         session_id: str = "",
         session_ttl_s: float | None = None,
         queue_places: int | None = None,
+        wants_progress: bool = False,
     ) -> TokenStream:
         """A stream to enter with `async with`; nothing happens before, not even the checks (but
         those of a `sampling` that was changed after it was made, of which it takes a copy).
@@ -251,7 +250,8 @@ class AsyncEngine:
         `cache_salt`'s own, the blocks of prompt and answer are kept for `session_ttl_s` (an hour)
         after the end, or until the session's next request has ended. `queue_places`: for how many
         sequences the queue must have room; None: its own. Of requests that belong together the
-        first asks for all, the others for 0.
+        first asks for all, the others for 0. With `wants_progress` there are deltas without tokens
+        that tell how far the prompt is computed.
         """
         return TokenStream(
             request_id=request_id or f"req-{secrets.token_hex(12)}",
@@ -263,72 +263,51 @@ class AsyncEngine:
             session_id=session_id,
             session_ttl_s=session_ttl_s,
             queue_places=queue_places,
+            wants_progress=wants_progress,
             admit=self._admit,
         )
 
-    def check(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> SamplingParams:
+    async def check(
+        self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
+    ) -> SamplingParams:
         """Raise what entering a stream of this would, and take nothing in.
 
         Returns the sampling with a seed: who checks several requests before the first one runs
         fixes which of them gets which of the engine's seeds.
         """
-        loop = self._loop_of(self.model_ids[0])
-        request = build_request(
-            prompt_token_ids,
-            sampling,
-            self.info,
-            self._draw_seed,
-            model=self.model_ids[0],
-        )
-        loop.scheduler.check_admissible(request)
-        return sampling.clone(seed=request.seed)
+        return await self._reception_of(self.model_ids[0]).check(prompt_token_ids, sampling)
 
     async def abort(self, request_id: str) -> None:
         """End a request with ABORT deltas; nothing happens if there is none of that id."""
         if self._loop is not None:
             self._loop.abort(request_id)
 
+    def pause(self, request_id: str) -> None:
+        """Compute no more of it until `resume`: its row and blocks are given back, cached. Nothing
+        happens if there is none of that id."""
+        if self._loop is not None:
+            self._loop.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """Go on with it. Nothing happens if there is none of that id, or it isn't paused."""
+        if self._loop is not None:
+            self._loop.resume(request_id)
+
+    def find(self, request_id: str) -> TokenStream | None:
+        """The stream of that id whose context was entered and not left yet."""
+        return None if self._reception is None else self._reception.find(request_id)
+
     async def _admit(self, stream: TokenStream) -> Admission:
         """Check a request and take it in; errors name what was wrong."""
-        self._loop_of(stream.model)
-        check_name("request_id", stream.request_id)
-        check_name("cache_salt", stream.cache_salt)
-        can_keep = self.config.enable_prefix_caching
-        ttl_s = check_session(stream.session_id, stream.session_ttl_s, can_keep=can_keep)
-        check_priority(stream.priority)
-        prompt = check_prompt(stream.prompt, self.info)
-        if isinstance(prompt, str):
-            prompt = tuple(await self.encode(prompt, must_fit=True))
-        loop = self._loop_of(stream.model)  # it may have ended while a thread was tokenizing
-        request = build_request(
-            prompt,
-            stream.sampling,
-            self.info,
-            self._draw_seed,
-            request_id=stream.request_id,
-            model=stream.model,
-            arrival_s=stream.arrival_s or 0.0,
-            priority=stream.priority,
-            cache_salt=stream.cache_salt,
-            session_id=stream.session_id,
-            session_ttl_s=ttl_s,
-        )
-        loop.scheduler.check_admissible(request)
-        loop.check_queue(stream.queue_places, self.config.max_num_queued_reqs)
-        mailbox = Mailbox(request.sampling, self.tokenizer, after=request.prompt_token_ids[-1])
-        loop.add(request, mailbox)
-        abort = functools.partial(loop.abort, request.request_id)
-        if stream.cancelled:
-            abort()
-        return Admission(prompt, mailbox, abort)
+        return await self._reception_of(stream.model).admit(stream)
 
-    def _loop_of(self, model: str) -> EngineLoop:
+    def _reception_of(self, model: str) -> Reception:
         self._check_ready()
         if model not in self.model_ids:
             known = ", ".join(self.model_ids)
             raise UnknownModelError(f"model: expected one of {known}, got {model!r}")
-        assert self._loop is not None, "ready without a loop"
-        return self._loop
+        assert self._reception is not None, "ready without a reception"
+        return self._reception
 
     def _check_ready(self) -> None:
         if self.status is not EngineStatus.READY:
@@ -375,7 +354,22 @@ class AsyncEngine:
         assert self._device is not None, "loaded without a device thread"
         store = self._device.store
         self._loop = build_loop(
-            self.config, info, self.tokenizer.eos_token_ids, store, self._device.submit, self._fail
+            self.config,
+            info,
+            self.tokenizer.eos_token_ids,
+            store,
+            self._device.masks,
+            self._device.submit,
+            self._fail,
+        )
+        self._reception = Reception(
+            self.config,
+            info,
+            self.tokenizer,
+            self._encoder,
+            self._loop,
+            self._draw_seed,
+            self._check_ready,
         )
         self._info = info
         self._life.become(EngineStatus.READY)
@@ -394,5 +388,7 @@ class AsyncEngine:
     def _fail(self, error: BaseException) -> None:
         """The end, by itself: nothing is served any more, and the device's memory is given back."""
         self._life.fail(error)
+        if self._reception is not None:
+            self._reception.stop()
         if self._device is not None:
             self._device.stop()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from ..errors import EngineDeadError, StreamkvError
 from .async_engine import AsyncEngine
-from .device_thread import program_has_threads
+from .threads import program_has_threads
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from ..errors import EngineDeadError, GenerationError
 from ..protocol import FinishReason, SamplingParams
 from .async_engine import AsyncEngine
 from .llm_prompts import Prompt, naming
-from .outputs import Completion
+from .outputs import Completion, TokenLogprob
 from .request_output import RequestMetrics
 
 # Of requests that run or wait for a place, a multiple of max_num_seqs: whenever a step ends
@@ -42,6 +42,8 @@ class Answer(NamedTuple):
     num_cached_tokens: int
     metrics: RequestMetrics
     error: str
+    # Described when called, which takes its time; any thread may do that.
+    prompt_logprobs: Callable[[], Sequence[TokenLogprob | None]]
 
 
 async def check_batch(engine: AsyncEngine, jobs: Sequence[Job]) -> list[Job]:
@@ -49,7 +51,7 @@ async def check_batch(engine: AsyncEngine, jobs: Sequence[Job]) -> list[Job]:
     checked = []
     for job in jobs:
         with naming(job.prompt.name):
-            checked.append(_checked(engine, job))
+            checked.append(await _checked(engine, job))
         if len(checked) % CHECKS_PER_TURN == 0:
             await asyncio.sleep(0)
     return checked
@@ -73,13 +75,13 @@ async def run_batch(
         raise errors.exceptions[0] from None
 
 
-def _checked(engine: AsyncEngine, job: Job) -> Job:
+async def _checked(engine: AsyncEngine, job: Job) -> Job:
     """The job with a seed, and no more tokens to generate than the context has room for."""
     sampling, token_ids = job.sampling, job.prompt.token_ids
     if sampling.max_tokens is not None:
         room = engine.info.max_model_len - len(token_ids)
         sampling = sampling.clone(max_tokens=min(sampling.max_tokens, max(room, 1)))
-    return job._replace(sampling=engine.check(token_ids, sampling))
+    return job._replace(sampling=await engine.check(token_ids, sampling))
 
 
 async def _answer(engine: AsyncEngine, job: Job) -> Answer:
@@ -104,4 +106,7 @@ async def _answer(engine: AsyncEngine, job: Job) -> Answer:
         first_token_time=stream.first_token_s,
         finished_time=stream.finish_s,
     )
-    return Answer(job, completions, stream.usage.num_cached_tokens, metrics, error)
+    num_cached_tokens = stream.usage.num_cached_tokens
+    return Answer(
+        job, completions, num_cached_tokens, metrics, error, lambda: stream.prompt_logprobs
+    )

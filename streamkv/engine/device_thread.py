@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import threading
 import traceback
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -28,12 +27,9 @@ from .._cpu import Channel
 from ..errors import FREE_MEMORY, EngineDeadError, ModelLoadError, StreamkvError
 from ..protocol import BlockStore, MaskBoard, Runner, RunnerInfo, StepInput, StepOutput
 from ..step_bytes import decode_output, decode_step, encode_output, encode_step
+from . import threads
 
 logger = logging.getLogger(__name__)
-
-# How often an idle thread looks whether it was forgotten. A program that forgets to close its
-# engine then still ends, while daemon threads would be killed inside native code.
-_EXIT_CHECK_S = 2.0
 
 
 class LoadProgress(NamedTuple):
@@ -56,19 +52,6 @@ class NativeRunner(Protocol):
 
     def serve(self, channel: Channel, idle_timeout_s: float) -> bool:
         """Answer steps. True: the channel was closed; False: none has come for so long."""
-
-
-class _Thread(threading.Thread):
-    """To tell the threads made here from those of the program."""
-
-
-def program_has_threads() -> bool:
-    """Whether any is left, besides the main one and those made here, that the interpreter waits
-    for before it ends."""
-    return any(
-        not (one.daemon or one is threading.main_thread() or isinstance(one, _Thread))
-        for one in threading.enumerate()
-    )
 
 
 class DeviceThread:
@@ -95,7 +78,7 @@ class DeviceThread:
         self._ended = asyncio.Event()
         self._channel = Channel()
         self._loop.add_reader(self._channel.fd, self._deliver)
-        self._thread = _Thread(target=self._run, name=name, daemon=False)
+        self._thread = threads.EngineThread(target=self._run, name=name, daemon=False)
         self._thread.start()
 
     def submit(self, step: StepInput) -> None:
@@ -187,26 +170,14 @@ class DeviceThread:
             else functools.partial(_serve_in_python, runner)
         )
         try:
-            while not serve(self._channel, _EXIT_CHECK_S):
-                if self._stopping or self._is_abandoned():
+            while not serve(self._channel, threads.EXIT_CHECK_S):
+                if self._stopping or threads.is_abandoned(self._loop):
                     return "the program has ended, and nothing runs its event loop"
         except BaseException as exc:  # see _run
             logger.exception("the device thread has ended")
             traceback.clear_frames(exc.__traceback__)
             return _describe(exc)
         return "the runner has stopped serving"
-
-    def _is_abandoned(self) -> bool:
-        """Whether the event loop will never ask for anything again.
-
-        One that stands still may be run again by the main thread. Once that has ended, one that
-        runs counts, unless only daemon threads are left besides ours: the interpreter waits for us.
-        """
-        if self._loop.is_closed():
-            return True
-        if threading.main_thread().is_alive():
-            return False
-        return not self._loop.is_running() or not program_has_threads()
 
     def _report(self, stage: str, fraction: float) -> None:
         if self._stopping:

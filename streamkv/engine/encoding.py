@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..protocol import RunnerInfo
 from ..text.chat_messages import num_chars
+from ..text.chat_prompt import render_chat
 from ..text.tokenizer import Tokenizer
 from .admission import check_num_messages, check_text, check_unicode
 
@@ -26,6 +27,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self._huge_text = asyncio.Lock()
+        self._own_template = asyncio.Lock()  # a request's may take its time: one thread does them
 
     async def encode(
         self,
@@ -42,27 +44,52 @@ class Encoder:
         else:
             check_text(text, tokenizer, must_fit_in)
         encode = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        if len(text) <= LONG_TEXT_CHARS:
-            return encode()
-        if len(text) <= HUGE_TEXT_CHARS:
-            return await asyncio.to_thread(encode)
-        async with self._huge_text:
-            return await asyncio.to_thread(encode)
+        return await self._encode(len(text), encode)
 
     async def encode_chat(
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
         info: RunnerInfo,
-        **template_kwargs: Any,
+        /,
+        *,
+        add_special_tokens: bool = False,
+        must_fit: bool = True,
+        **options: Any,
     ) -> list[int]:
-        """Token ids of a conversation. InvalidRequestError; ContextLengthError for one with more
-        messages than the context has tokens, and for one whose text is too long at first sight."""
+        """Token ids of a conversation; the options are those of `render_chat`. Text of control
+        tokens in it stays text. InvalidRequestError; ContextLengthError for one with more messages
+        than the context has tokens, and, if it `must_fit`, for one whose text is too long at first
+        sight."""
         check_num_messages(messages, info)
-        render = functools.partial(tokenizer.apply_chat_template, messages, **template_kwargs)
-        is_long = (
-            len(messages) > MANY_MESSAGES or num_chars(messages, LONG_TEXT_CHARS) > LONG_TEXT_CHARS
-        )
-        text = await asyncio.to_thread(render) if is_long else render()
-        check_text(text, tokenizer, info, "messages")
-        return await self.encode(tokenizer, text, add_special_tokens=False)  # the template has them
+        render = functools.partial(render_chat, tokenizer, messages, **options)
+        if options.get("chat_template") is not None:
+            async with self._own_template:
+                prompt = await asyncio.to_thread(render)
+        elif _is_long(messages, options):
+            prompt = await asyncio.to_thread(render)
+        else:
+            prompt = render()
+        if must_fit:
+            check_text(prompt.text, tokenizer, info, "messages")
+        else:
+            check_unicode(prompt.text, "messages")
+        encode = functools.partial(prompt.encode, tokenizer, add_special_tokens=add_special_tokens)
+        if prompt.guard is not None and not tokenizer.controls.is_ready:
+            return await asyncio.to_thread(encode)
+        return await self._encode(len(prompt.text), encode)
+
+    async def _encode(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+        if num_chars <= LONG_TEXT_CHARS:
+            return encode()
+        if num_chars <= HUGE_TEXT_CHARS:
+            return await asyncio.to_thread(encode)
+        async with self._huge_text:
+            return await asyncio.to_thread(encode)
+
+
+def _is_long(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> bool:
+    """Whether rendering would hold up the loop."""
+    if len(messages) > MANY_MESSAGES:
+        return True
+    return num_chars([messages, options], LONG_TEXT_CHARS) > LONG_TEXT_CHARS

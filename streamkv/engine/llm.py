@@ -32,15 +32,17 @@ from ..errors import EngineDeadError, InvalidRequestError
 from ..fields import by_all_names
 from ..plain import plain
 from ..protocol import RunnerInfo, SamplingParams
+from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+from .admission import num_kept_tokens
 from .async_engine import AsyncEngine
 from .background import BackgroundEngine
 from .batch import CLOSED, Answer, Job, check_batch, run_batch
 from .beam_output import BeamSearchOutput, BeamSearchParams, beam_search_output
-from .llm_prompts import Prompt, read_chats, read_prompts
+from .llm_prompts import Asked, Prompt, read_chat, read_prompt, split_chats, split_prompts
 from .loading import resolve_config
 from .progress_bar import ProgressBar
-from .request_output import RequestOutput, completion_output, failed_output
+from .request_output import RequestOutput, completion_output, failed_output, prompt_logprobs
 from .vllm_calls import check_arguments, no_attribute
 
 if TYPE_CHECKING:
@@ -116,9 +118,7 @@ class LLM:
                     param="prompt_token_ids",
                 )
             prompts = prompt_token_ids
-        engine = self._background.engine
-        found = read_prompts(prompts, engine.tokenizer, engine.info)
-        return self._run(found, sampling_params, use_tqdm, priority)
+        return self._run(split_prompts(prompts), read_prompt, sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -147,12 +147,12 @@ class LLM:
                 "continue_final_message: expected add_generation_prompt=False beside it: the last "
                 "message can't both be continued and be followed by another"
             )
-        engine = self._background.engine
-        found = read_chats(
-            messages,
-            engine.tokenizer,
-            engine.info,
-            chat_template=chat_template,
+        template = None
+        if chat_template is not None:
+            template = ChatTemplate(chat_template, self.tokenizer.special_tokens)
+        read = functools.partial(
+            read_chat,
+            chat_template=template,
             continue_final_message=continue_final_message,
             variables={
                 **(chat_template_kwargs or {}),
@@ -160,7 +160,7 @@ class LLM:
                 **({} if tools is None else {"tools": tools}),
             },
         )
-        return self._run(found, sampling_params, use_tqdm, None)
+        return self._run(split_chats(messages), read, sampling_params, use_tqdm, None)
 
     def beam_search(
         self,
@@ -228,7 +228,8 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[Prompt],
+        asked: Sequence[Asked],
+        read: Callable[[Asked, Tokenizer, RunnerInfo, int | None], Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: int | Sequence[int] | None,
@@ -237,19 +238,22 @@ class LLM:
             "sampling_params",
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
             SamplingParams,
-            len(prompts),
+            len(asked),
         )
-        priorities = _one_for_each(
-            "priority", 0 if priority is None else priority, int, len(prompts)
-        )
-        if not prompts:
+        priorities = _one_for_each("priority", 0 if priority is None else priority, int, len(asked))
+        if not asked:
             return []
-        asked = [
-            Job(str(next(self._numbers)), prompt, sampling, number)
-            for prompt, sampling, number in zip(prompts, samplings, priorities, strict=True)
+        background, info = self._background, self.info
+        unchecked = [
+            Job(
+                str(next(self._numbers)),
+                read(one, self.tokenizer, info, num_kept_tokens(sampling, info)),
+                sampling,
+                number,
+            )
+            for one, sampling, number in zip(asked, samplings, priorities, strict=True)
         ]
-        background = self._background
-        jobs = background.call(check_batch(background.engine, asked)).result()
+        jobs = background.call(check_batch(background.engine, unchecked)).result()
         with ProgressBar(use_tqdm, len(jobs)) as bar:
             outputs = self._outputs(jobs, bar)
         failed = [(job, output) for job, output in zip(jobs, outputs, strict=True) if output.error]
@@ -288,6 +292,7 @@ def _output(answer: Answer) -> RequestOutput:
         request_id=job.request_id,
         prompt=job.prompt.text,
         prompt_token_ids=list(job.prompt.token_ids),
+        prompt_logprobs=prompt_logprobs(answer.prompt_logprobs()),
         outputs=[
             completion_output(completion, has_logprobs=has_logprobs)
             for completion in answer.completions

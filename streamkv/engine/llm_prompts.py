@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 from ..errors import InvalidRequestError
 from ..plain import plain
 from ..protocol import RunnerInfo
-from ..text.chat_messages import template_messages
+from ..text.chat_prompt import render_chat
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .admission import (
@@ -22,11 +22,10 @@ from .admission import (
     check_num_messages,
     check_prompt,
     check_text,
+    check_unicode,
 )
 
 _FORMS = "expected text, token ids, or a dict with prompt or prompt_token_ids"
-# A space at its end: where a template strips the message, that is missing, and tells of it.
-_MARK = "<<the message goes on here>> "
 
 
 class TextPrompt(TypedDict):
@@ -67,44 +66,56 @@ def naming(name: str) -> Iterator[None]:
         raise
 
 
-def read_prompts(prompts: object, tokenizer: Tokenizer, info: RunnerInfo) -> list[Prompt]:
-    """The prompts of `LLM.generate`, in order. InvalidRequestError, ContextLengthError."""
-    found = []
-    for name, prompt in _split(prompts, "prompts", (str, Mapping), (int,), _FORMS):
-        with naming(name):
-            found.append(_read_prompt(name, prompt, tokenizer, info))
-    return found
+class Asked(NamedTuple):
+    """One prompt or conversation, as it was given."""
+
+    name: str  # prompts[3], for errors
+    given: Any
 
 
-def read_chats(
-    messages: object,
+def split_prompts(prompts: object) -> list[Asked]:
+    """The prompts of `LLM.generate`, in order. InvalidRequestError."""
+    return _split(prompts, "prompts", (str, Mapping), (int,), _FORMS)
+
+
+def split_chats(messages: object) -> list[Asked]:
+    """The conversations of `LLM.chat`, in order. InvalidRequestError."""
+    return _split(messages, "messages", (), (Mapping,), "expected a list of messages")
+
+
+def read_prompt(
+    asked: Asked, tokenizer: Tokenizer, info: RunnerInfo, num_kept: int | None = None
+) -> Prompt:
+    """With the last `num_kept` of its tokens. InvalidRequestError, ContextLengthError."""
+    with naming(asked.name):
+        return _read_prompt(asked.name, asked.given, tokenizer, info, num_kept)
+
+
+def read_chat(
+    asked: Asked,
     tokenizer: Tokenizer,
     info: RunnerInfo,
+    num_kept: int | None = None,
     *,
-    chat_template: str | None,
+    chat_template: ChatTemplate | None,
     continue_final_message: bool,
     variables: Mapping[str, Any],
-) -> list[Prompt]:
-    """The conversations of `LLM.chat`, as a template makes prompts of them: `chat_template`, or the
-    model's. InvalidRequestError, ContextLengthError, ModelLoadError for a broken template."""
-    template = None
-    if chat_template is not None:
-        template = ChatTemplate(chat_template, tokenizer.special_tokens)
-    found = []
-    for name, chat in _split(messages, "messages", (), (Mapping,), "expected a list of messages"):
-        with naming(name):
-            _check_chat(chat, info)
-            ask = template_messages(chat)
-            if continue_final_message:
-                ask[-1]["content"] += _MARK
-            render = tokenizer.apply_chat_template if template is None else template.render
-            text = render(ask, **variables)
-            text = _up_to_mark(text) if continue_final_message else text
-            check_text(text, tokenizer, info)
-            # The template has the special tokens.
-            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        found.append(Prompt(name, text, token_ids))
-    return found
+) -> Prompt:
+    """As a template makes a prompt of it: `chat_template`, or the model's; with the last `num_kept`
+    of its tokens. InvalidRequestError, ContextLengthError."""
+    with naming(asked.name):
+        _check_chat(asked.given, info)
+        prompt = render_chat(
+            tokenizer,
+            asked.given,
+            chat_template=chat_template,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        if num_kept is None:
+            check_text(prompt.text, tokenizer, info)
+        token_ids = _last(prompt.encode(tokenizer), num_kept)
+        return Prompt(asked.name, prompt.text, token_ids)
 
 
 def _split(
@@ -113,22 +124,24 @@ def _split(
     single_types: tuple[type, ...],
     item_types: tuple[type, ...],
     expected: str,
-) -> list[tuple[str, Any]]:
-    """Name and value of each of several, or of the one that was given: one of `single_types`, or a
-    sequence of `item_types`."""
+) -> list[Asked]:
+    """Each of several, or the one that was given: one of `single_types`, or a sequence of
+    `item_types`."""
     given = plain(given)
     is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray))
     if is_list and isinstance(given, Sequence):
         if not given or not isinstance(plain(given[0]), item_types):
-            return [(f"{name}[{index}]", one) for index, one in enumerate(given)]
+            return [Asked(f"{name}[{index}]", one) for index, one in enumerate(given)]
     elif not isinstance(given, single_types):
         raise InvalidRequestError(
             f"{name}: {expected}, or a list of those, got {type(given).__name__}", param=name
         )
-    return [(name, given)]
+    return [Asked(name, given)]
 
 
-def _read_prompt(name: str, prompt: object, tokenizer: Tokenizer, info: RunnerInfo) -> Prompt:
+def _read_prompt(
+    name: str, prompt: object, tokenizer: Tokenizer, info: RunnerInfo, num_kept: int | None
+) -> Prompt:
     text, cache_salt = None, ""
     if isinstance(prompt, Mapping):
         fields = {key: value for key, value in prompt.items() if value is not None}
@@ -138,11 +151,18 @@ def _read_prompt(name: str, prompt: object, tokenizer: Tokenizer, info: RunnerIn
         if fields or prompt is None:
             got = ", ".join(map(str, fields)) or "none of them"
             raise InvalidRequestError(f"prompt: {_FORMS}, got {got}", param="prompt")
-    checked = check_prompt(prompt, info)
+    checked = check_prompt(prompt, info, num_kept)
     if isinstance(checked, tuple):
         return Prompt(name, text, checked, cache_salt)
-    check_text(checked, tokenizer, info)
-    return Prompt(name, checked, tuple(tokenizer.encode(checked)), cache_salt)
+    if num_kept is None:
+        check_text(checked, tokenizer, info)
+    else:
+        check_unicode(checked)
+    return Prompt(name, checked, _last(tokenizer.encode(checked), num_kept), cache_salt)
+
+
+def _last(token_ids: Sequence[int], num_kept: int | None) -> tuple[int, ...]:
+    return tuple(token_ids if num_kept is None else token_ids[-num_kept:])
 
 
 def _check_chat(chat: object, info: RunnerInfo) -> None:
@@ -150,14 +170,3 @@ def _check_chat(chat: object, info: RunnerInfo) -> None:
         got = type(chat).__name__ if chat else "none"
         raise InvalidRequestError(f"messages: expected a list of messages, got {got}")
     check_num_messages(chat, info)
-
-
-def _up_to_mark(text: str) -> str:
-    """The prompt up to the mark; without the spaces before it if the template strips messages."""
-    begin = text.rfind(_MARK.rstrip())
-    if begin < 0:
-        raise InvalidRequestError(
-            "messages: the chat template leaves the last one out, so it can't be continued; leave "
-            "continue_final_message out"
-        )
-    return text[:begin] if text.startswith(_MARK, begin) else text[:begin].rstrip()

@@ -21,7 +21,7 @@ from ..core.scheduler import Scheduler
 from ..errors import ConfigError, EngineDeadError, ModelLoadError
 from ..files import about, is_file, read_object_if_any, read_text
 from ..progress import Watch, unwatched
-from ..protocol import BlockStore, Runner, RunnerInfo, StepInput
+from ..protocol import BlockStore, MaskBoard, Runner, RunnerInfo, StepInput
 from ..text.chat_template import ChatTemplate
 from ..text.gguf_metadata import gguf_eos_ids
 from ..text.tokenizer import Tokenizer
@@ -93,6 +93,7 @@ def build_loop(
     info: RunnerInfo,
     eos_token_ids: frozenset[int],
     store: BlockStore | None,
+    masks: MaskBoard | None,
     submit: Callable[[StepInput], None],
     on_dead: Callable[[EngineDeadError], None],
 ) -> EngineLoop:
@@ -120,6 +121,7 @@ def build_loop(
         depth=1 if config.async_scheduling else 0,
         num_host_slots=info.num_host_slots,
         store=store,
+        masks=masks,
     )
 
 
@@ -153,6 +155,8 @@ def read_text_side(
     else:
         tokenizer = _build_tokenizer(path, metadata, template)
     _check_vocabulary(config, path, metadata, tokenizer)
+    if config.tool_call_parser != "auto":
+        tokenizer = tokenizer.with_tool_format(config.tool_call_parser)
     return TextSide(tokenizer, defaults)
 
 

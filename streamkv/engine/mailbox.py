@@ -5,6 +5,9 @@ Where more are computed than are given (`best_of`), it gives the most likely onc
 where a beam search finds fewer answers than choices, these are all. It must not know the scheduler
 or the device. Used on the event-loop thread only, so it has no locks.
 
+A reader waits (`wait`), or is called (`subscriber`): the engine does that once at the end of a turn
+in which there was something to push.
+
 Invariant: bounded by construction. Each choice has one slot in which deltas merge while the reader
 is slow, and the queue holds each choice at most once; a slow reader costs its own tokens' memory
 and never makes the engine wait. Nor does one that catches up: log-probabilities are described when
@@ -17,12 +20,14 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import GenerationError, StreamkvError
-from ..protocol import FinishReason, SamplingParams
+from ..protocol import FinishReason, RowLogprobs, SamplingParams
 from .choice_output import ChoiceOutput
-from .outputs import TokenDelta
+from .outputs import SoFar, TokenDelta
+from .prompt_output import PromptOutput
 
 LOGPROBS_PER_TURN = 64  # each with up to 20 others beside it: about a millisecond
 
@@ -35,17 +40,28 @@ class Mailbox:
     """One request's output: the engine pushes, the reader takes."""
 
     def __init__(
-        self, sampling: SamplingParams, tokenizer: Tokenizer, *, after: int | None = None
+        self,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        wants_progress: bool = False,
     ) -> None:
-        """`after` is the prompt's last token."""
         num_choices = sampling.n if sampling.use_beam_search else sampling.num_sequences
+        after = prompt_token_ids[-1] if prompt_token_ids else None
         self.choices = tuple(
             ChoiceOutput(i, sampling, tokenizer, after=after) for i in range(num_choices)
+        )
+        self.prompt = PromptOutput(
+            prompt_token_ids, sampling, tokenizer, wants_progress=wants_progress
         )
         self.error: StreamkvError | None = None
         self.num_cached_tokens = 0
         self.first_token_s: float | None = None
         self.finish_s: float | None = None
+        self.subscriber: Callable[[], None] | None = None
+        self.is_listed = False  # among those whose subscribers are to be called
+        self._knows_cached = False  # the first choice's first token has come
         self._num_unfinished = num_choices
         self._num_best = sampling.n if sampling.n < num_choices else None  # to be given at the end
         self._ready: deque[ChoiceOutput] = deque()
@@ -56,23 +72,38 @@ class Mailbox:
     @property
     def done(self) -> bool:
         """Whether nothing more will be pushed (the reader may still have deltas to take)."""
-        return self.error is not None or self._num_unfinished == 0
+        return self._num_unfinished == 0 or self.error is not None
+
+    @property
+    def has_delta(self) -> bool:
+        """`take` would give one."""
+        return bool(self._ready) or self.prompt.has_news
 
     @property
     def num_generated_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
+    # --- the engine's side -------------------------------------------------------------------
+
     def push(self, event: TokenEvent) -> FinishReason | None:
         """Take one token; return how its choice ended, if it did (a stop string included)."""
-        sequence = event.sequence
-        output = self.choices[sequence.choice]
-        if self.first_token_s is None:
-            self.first_token_s = time.monotonic()
-        if sequence.choice == 0:  # the others may find what it has computed
-            self.num_cached_tokens = sequence.num_cached_tokens
+        output = self.choices[event[0].choice]
         output.push(event)
-        self._announce(output)
+        if not self._knows_cached:
+            self._note_first(event)
+        if output.finish_reason is not None or self._num_best is not None:
+            self._announce(output)
+        elif not output.queued:
+            output.queued = True
+            self._ready.append(output)
+        if self._waiter is not None:
+            self._wake()
         return output.finish_reason
+
+    def push_prompt(self, num_computed_tokens: int, scores: Sequence[RowLogprobs]) -> None:
+        """A chunk of the prompt is computed."""
+        self.prompt.push(num_computed_tokens, scores)
+        self._wake()
 
     def leave_out(self, choice: int) -> None:
         """A beam search has no answer for this choice, nor for any after it: those before it, which
@@ -84,9 +115,14 @@ class Mailbox:
     def finish(self, reason: FinishReason) -> None:
         """End each choice that has not ended yet, with what it has."""
         for output in self.choices:
-            if output.finish_reason is None:
-                output.finish(reason)
-                self._announce(output)
+            self.finish_choice(output, reason)
+
+    def finish_choice(self, output: ChoiceOutput, reason: FinishReason) -> None:
+        """End it, if it has not ended yet, with what it has."""
+        if output.finish_reason is None:
+            output.finish(reason)
+            self._announce(output)
+            self._wake()
 
     def fail(self, error: StreamkvError) -> None:
         """The reader gets what is there, then `error`; nothing happens if all is done."""
@@ -95,25 +131,48 @@ class Mailbox:
             self.finish_s = time.monotonic()
             self._wake()
 
-    def take(self) -> TokenDelta | None:
-        """The next delta, of the choice that has waited longest; None when there is none now.
+    def call_subscriber(self) -> None:
+        """Once a turn, if there is something for it. What it raises is the caller's."""
+        self.is_listed = False
+        if self.subscriber is not None and (self._ready or self.prompt.has_news or self.done):
+            self._num_taken_logprobs = 0
+            self.subscriber()
 
-        GenerationError if the tokens can't be described.
+    # --- the reader's side -------------------------------------------------------------------
+
+    def take(self) -> TokenDelta | None:
+        """The next delta, of the choice that has waited longest; None when there is none now. What
+        is told of the prompt comes before all else.
+
+        If the tokens can't be described there is nothing more to take, and `error` says so.
         """
+        if self.prompt.has_news:
+            delta = self.prompt.take()
+            self._num_taken_logprobs += len(delta.prompt_logprobs) if delta is not None else 0
+            return delta
         if not self._ready:
             return None
         output = self._ready.popleft()
+        output.queued = False
         try:
             delta = output.take()
         except Exception as exc:  # as in EngineLoop: the fault of one request, told to its reader
-            raise GenerationError(
+            self._ready.clear()
+            self.error = GenerationError(
                 f"making text of the tokens failed: {type(exc).__name__}: {exc}"
-            ) from exc
-        output.queued = output.has_more
-        if output.queued:
-            self._ready.append(output)
-        self._num_taken_logprobs += len(delta.logprobs)
+            )
+            return None
+        if delta.logprobs:
+            self._num_taken_logprobs += len(delta.logprobs)
+            if output.has_more:
+                output.queued = True
+                self._ready.append(output)
         return delta
+
+    @property
+    def has_taken_much(self) -> bool:
+        """The reader is to let the event loop run before it takes more."""
+        return self._num_taken_logprobs >= LOGPROBS_PER_TURN
 
     async def pause(self) -> None:
         """Let the event loop run if much was taken since it has."""
@@ -126,7 +185,7 @@ class Mailbox:
         wake-up however many tokens come. One reader at a time."""
         if self._waiter is not None:
             raise RuntimeError("expected one reader per stream, got a second task in __anext__")
-        if self.done or (self._ready and not for_all):
+        if self.done or (self.has_delta and not for_all):
             return
         self._waits_for_all = for_all
         self._waiter = asyncio.get_running_loop().create_future()
@@ -135,16 +194,38 @@ class Mailbox:
         finally:
             self._waiter = None
 
+    def so_far(self) -> list[SoFar]:
+        """Of each choice that is given, all that came, taken or not."""
+        return [output.so_far() for output in self._given]
+
+    # --- between them ------------------------------------------------------------------------
+
+    def _note_first(self, event: TokenEvent) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+            self.prompt.complete()
+        if event.sequence.choice == 0:  # the others may find what it has computed
+            self.num_cached_tokens = event.sequence.num_cached_tokens
+            self._knows_cached = True
+
     def _announce(self, output: ChoiceOutput) -> None:
         if output.finish_reason is not None:
             self._count_ends(1)
         if self._num_best is None:
             self._offer(output)
         elif self._num_unfinished == 0:
-            for choice, best in enumerate(sorted(self.choices, key=_rank)[: self._num_best]):
+            for choice, best in enumerate(self._given):
                 best.choice = choice
                 self._offer(best)
-        self._wake()
+
+    @property
+    def _given(self) -> Sequence[ChoiceOutput]:
+        """Of `best_of` the best, once all have ended."""
+        if self._num_best is None:
+            return self.choices
+        if self._num_unfinished:
+            return ()
+        return sorted(self.choices, key=_rank)[: self._num_best]
 
     def _count_ends(self, num: int) -> None:
         self._num_unfinished -= num
@@ -159,10 +240,10 @@ class Mailbox:
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if not self.done and (self._waits_for_all or not self._ready):
+        if waiter is None or (not self.done and (self._waits_for_all or not self.has_delta)):
             return
         # A reader that was left behind by a loop that is closed can't be woken.
-        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
+        if not waiter.done() and not waiter.get_loop().is_closed():
             waiter.set_result(None)
 
 

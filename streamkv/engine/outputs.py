@@ -47,6 +47,20 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     cumulative_logprob: float | None = None  # in the last one: of all tokens, where it is known
+    # Of one without tokens, on request: (computed, all) tokens of the prompt.
+    progress: tuple[int, int] | None = None
+    # Of one without tokens, where they were asked for: of more of the prompt's tokens, in order.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+
+
+class SoFar(msgspec.Struct, frozen=True, gc=False):
+    """One choice, which may not have ended: all that was handed out or waits for its reader."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):

@@ -54,7 +54,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: None = None
+    # None of its first token; then as in `logprobs`. None unless they were asked for.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
     metrics: RequestMetrics | None = None
     lora_request: None = None
@@ -88,6 +89,13 @@ def failed_output(index: int) -> CompletionOutput:
         logprobs=None,
         finish_reason="error",
     )
+
+
+def prompt_logprobs(
+    positions: Sequence[TokenLogprob | None],
+) -> list[dict[int, Logprob] | None] | None:
+    """Of a prompt's tokens; None for none."""
+    return [None if one is None else _position(one) for one in positions] or None
 
 
 def _position(sampled: TokenLogprob) -> dict[int, Logprob]:

@@ -1,7 +1,8 @@
 """TokenStream: one request as its reader sees it.
 
 Owns the request's life from the reader's side: entering the context admits it, leaving early
-aborts it. It must not know how tokens are made. Used on the event-loop thread only.
+aborts it. It must not know how tokens are made. Used on the event-loop thread only. Who reads many
+streams subscribes to them, and takes what there is when called; others iterate.
 
 Invariant: exactly one terminal delta per choice (of which a beam search may have fewer than `n`),
 then the iteration ends; or the stream raises one error. Whatever way the reader goes (break,
@@ -17,11 +18,20 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..errors import StreamkvError
 from ..protocol import SamplingParams
 from .mailbox import Mailbox
-from .outputs import Completion, TokenDelta, TokenLogprob, TopLogprob, Usage
+from .outputs import Completion, SoFar, TokenDelta, TokenLogprob, TopLogprob, Usage
 
-__all__ = ["Completion", "TokenDelta", "TokenLogprob", "TokenStream", "TopLogprob", "Usage"]
+__all__ = [
+    "Completion",
+    "SoFar",
+    "TokenDelta",
+    "TokenLogprob",
+    "TokenStream",
+    "TopLogprob",
+    "Usage",
+]
 
 
 class Admission(NamedTuple):
@@ -30,6 +40,8 @@ class Admission(NamedTuple):
     prompt_token_ids: tuple[int, ...]
     mailbox: Mailbox
     abort: Callable[[], None]
+    announce: Callable[[], None]  # have the subscriber called soon
+    leave: Callable[[], None]  # nobody reads any more
 
 
 class TokenStream:
@@ -56,6 +68,7 @@ class TokenStream:
         session_id: str,
         session_ttl_s: float | None,
         queue_places: int | None,
+        wants_progress: bool,
         admit: Callable[[TokenStream], Awaitable[Admission]],
     ) -> None:
         self.request_id = request_id
@@ -67,11 +80,12 @@ class TokenStream:
         self.session_id = session_id
         self.session_ttl_s = session_ttl_s
         self.queue_places = sampling.num_sequences if queue_places is None else queue_places
+        self.wants_progress = wants_progress
         self.arrival_s: float | None = None  # monotonic; None before the context is entered
         self.cancelled = False
         self._admit: Callable[[TokenStream], Awaitable[Admission]] | None = admit
         self._admission: Admission | None = None
-        self._left = False
+        self._mailbox: Mailbox | None = None  # while the context is open
 
     async def __aenter__(self) -> TokenStream:
         """Admit the request."""
@@ -80,6 +94,7 @@ class TokenStream:
         admit, self._admit = self._admit, None
         self.arrival_s = time.monotonic()
         self._admission = await admit(self)
+        self._mailbox = self._admission.mailbox
         return self
 
     async def __aexit__(
@@ -89,15 +104,18 @@ class TokenStream:
         traceback: TracebackType | None,
     ) -> None:
         """Abort what has not finished."""
-        self._left = True
+        self._mailbox = None
         self.cancel()
+        if self._admission is not None:
+            self._admission.mailbox.subscriber = None
+            self._admission.leave()
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
         """The next delta, without awaiting when one is ready (but after many log-probabilities)."""
-        mailbox = self._open_admission().mailbox
+        mailbox = self._open_mailbox()
         await mailbox.pause()
         while True:
             delta = mailbox.take()
@@ -129,8 +147,75 @@ class TokenStream:
         Before the context is entered it makes entering end the request at once.
         """
         self.cancelled = True
-        if self._admission is not None and not self._admission.mailbox.done:
+        if self._admission is not None:
             self._admission.abort()
+
+    # --- reading without waiting -------------------------------------------------------------
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Have it called, instead of iterating: on the event loop, at most once a turn of the
+        engine, when there is something to `take`, or it is `done`; also soon if there already is.
+
+        An exception of it ends this request only, with a GenerationError that nobody is told.
+        """
+        mailbox = self._open_mailbox()
+        mailbox.subscriber = callback
+        if mailbox.has_delta or mailbox.done:
+            self._announce()
+
+    def take(self) -> TokenDelta | None:
+        """The next delta, if there is one now. After many log-probabilities a subscriber gets None
+        though there are more, and is called again soon."""
+        mailbox = self._mailbox
+        if mailbox is None:
+            raise self._misuse()
+        if mailbox.has_taken_much and mailbox.subscriber is not None:
+            self._announce()
+            return None
+        return mailbox.take()
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come, and all was taken."""
+        mailbox = self._open_mailbox()
+        return mailbox.done and not mailbox.has_delta
+
+    @property
+    def error(self) -> StreamkvError | None:
+        """Why there is no more, once all was taken; None if it ended as it should."""
+        mailbox = self._open_mailbox()
+        return None if mailbox.has_delta else mailbox.error
+
+    def so_far(self) -> list[SoFar]:
+        """All choices as they stand, with what waits to be taken; empty before the context is
+        entered."""
+        return [] if self._admission is None else self._admission.mailbox.so_far()
+
+    # --- facts -------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Tokens of the prompt that are computed, as far as is known, and all of them."""
+        if self._admission is None:
+            return (0, 0)
+        prompt = self._admission.mailbox.prompt
+        return prompt.num_computed, len(prompt.token_ids)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """Of each token of the prompt, None of the first, where `prompt_logprobs` asked for them;
+        () until the prompt is computed. Describes them all: long prompts are better read in parts.
+        """
+        num_tokens = len(self.prompt_token_ids)
+        if self._admission is None or self._admission.mailbox.prompt.num_known < num_tokens:
+            return ()
+        return self.describe_prompt(0, num_tokens)
+
+    def describe_prompt(self, start: int, stop: int) -> tuple[TokenLogprob | None, ...]:
+        """A part of `prompt_logprobs`, as far as it is computed: up to 20 us for each."""
+        if self._admission is None or self.sampling.prompt_logprobs is None:
+            return ()
+        return self._admission.mailbox.prompt.describe(start, stop)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
@@ -157,23 +242,34 @@ class TokenStream:
         """When the last choice ended (monotonic)."""
         return self._admission.mailbox.finish_s if self._admission is not None else None
 
-    def _open_admission(self) -> Admission:
+    def _open_mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            raise self._misuse()
+        return self._mailbox
+
+    def _misuse(self) -> RuntimeError:
         if self._admission is None:
-            raise RuntimeError("expected `async with stream:` around the iteration, got none")
-        if self._left:
-            raise RuntimeError("the stream's context was left: read inside `async with stream:`")
-        return self._admission
+            return RuntimeError("expected `async with stream:` around the iteration, got none")
+        return RuntimeError("the stream's context was left: read inside `async with stream:`")
+
+    def _announce(self) -> None:
+        """Have the subscriber called soon."""
+        if self._admission is not None:
+            self._admission.announce()
 
     async def _collect(
         self, take_logprobs: Callable[[TokenDelta], None] | None
     ) -> list[Completion]:
+        mailbox = self._open_mailbox()
         if take_logprobs is None or self.sampling.logprobs is None:  # nothing is wanted before
-            await self._open_admission().mailbox.wait(for_all=True)
+            await mailbox.wait(for_all=True)
+        if take_logprobs is None:
+            mailbox.prompt.skip_scores()  # `prompt_logprobs` has them
         parts: list[list[TokenDelta]] = [[] for _ in range(self.sampling.n)]
         async for delta in self:
-            if take_logprobs is not None and delta.logprobs:
+            if take_logprobs is not None and (delta.logprobs or delta.prompt_logprobs):
                 take_logprobs(delta)
-                delta = msgspec.structs.replace(delta, logprobs=())
+                delta = msgspec.structs.replace(delta, logprobs=(), prompt_logprobs=())
             parts[delta.choice].append(delta)
         return [_join(deltas) for deltas in parts if deltas]
 

@@ -22,7 +22,7 @@ from ..models import CausalLM, ModelConfig, build_model, read_config
 from ..ops.cpu_count import num_usable_cores
 from ..ops.extension import load_extension
 from ..progress import Watch
-from ..protocol import RunnerInfo
+from ..protocol import MASK_WAIT_S, MAX_SCORED, RunnerInfo
 from ..weights.formats import QUANTIZED, Quantization, packed_bytes, planned_formats
 from ..weights.hub import Checkpoint
 from ..weights.jobs import progress_bar
@@ -61,6 +61,7 @@ class CpuModel(NamedTuple):
     team: Any  # _cpu.Team
     weights: PackedWeights
     cache: Any  # _cpu.KvCache
+    masks: Any  # _cpu.MaskBoard
     dtype: str  # of weights that aren't quantized
 
     @property
@@ -78,6 +79,9 @@ class CpuModel(NamedTuple):
             max_model_len=self.plan.max_model_len,
             vocab_size=self.model.config.vocab_size,
             max_tokens=max_step_tokens(config, self.plan.max_model_len),
+            max_scored=MAX_SCORED,
+            masks=self.masks,
+            mask_wait_s=MASK_WAIT_S,
         )
 
     @contextlib.contextmanager
@@ -165,7 +169,8 @@ def load_cpu_model(
     with _explained_threads(num_threads, has_only_threads=True):
         team = cpu.Team(num_threads)
     progress("preparing steps", 1.0)
-    return CpuModel(cpu, model, plan, team, weights, cache, DTYPES[config.dtype])
+    masks = cpu.MaskBoard(model.config.vocab_size)
+    return CpuModel(cpu, model, plan, team, weights, cache, masks, DTYPES[config.dtype])
 
 
 def _load_weights(

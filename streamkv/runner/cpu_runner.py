@@ -70,6 +70,7 @@ class _Runner(ABC, Generic[Parts]):
             self.store = open_block_store(
                 self._config, loaded.plan, loaded.host_slots, loaded.fingerprint
             )
+            self.masks = loaded.masks
             logger.debug("loaded %s: %s", self._config.model_id, info)
             return info
         except BaseException:
@@ -86,7 +87,7 @@ class _Runner(ABC, Generic[Parts]):
         """Give back all memory, once the store has written what it was given; idempotent."""
         if self.store is not None:
             self.store.close()
-        self.store = None
+        self.store = self.masks = None
         self._parts = None
         self._share.release()
 

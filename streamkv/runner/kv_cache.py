@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models import ModelConfig
+from ..protocol import MAX_SCORED
 from ..words import format_bytes
 
 CPU_LIMIT_BYTES = 4 << 30  # a chat server on a laptop shouldn't take all of its memory
@@ -112,7 +113,8 @@ def workspace_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     per_token = 4 * (widths + 2 * heads * model_config.head_dim)
     longest = model_config.max_context_len
     num_tokens = max_step_tokens(config, min(config.max_model_len or longest, longest))
-    return num_tokens * per_token + config.max_num_seqs * model_config.vocab_size * 12
+    num_logit_rows = min(config.max_num_seqs, num_tokens) + min(MAX_SCORED, num_tokens)
+    return num_tokens * per_token + num_logit_rows * model_config.vocab_size * 12
 
 
 def available_memory_bytes(

@@ -5,11 +5,11 @@ caller passes one uniform number per row. Invariant: each row is computed from i
 parameters by reductions along the vocabulary only, so its token doesn't depend on the batch.
 
 Order of operations: biases, penalties, masks, [greedy: argmax], temperature, min_p, top_k, top_p,
-draw. Masks come last, so that no penalty can touch them. Log-probabilities are of the untouched
+draw. Masks come after penalties, which can't touch them. Log-probabilities are of the untouched
 logits. Tokens that tie with the last one a filter keeps are kept too. A row whose logits are not
 finite fails alone: it is named in `failed`, and its token is 0.
 
-Shapes: R rows, V vocabulary size, N edited (row, token) pairs.
+Shapes: R rows, V vocabulary size, N edited (row, token) pairs, M masked rows, W words of a mask.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ TOP_P_CANDIDATES = 512  # nearly always enough to hold top_p of the mass; else t
 TIE_MARGIN = 8  # extra candidates for top logprobs, so that equal ones come in token order
 
 NEGATIVE_INFINITY = float("-inf")
+NOT_FINITE = RowLogprobs(logprob=0.0, rank=0, top_ids=b"", top_logprobs=b"")  # a score of NaNs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -46,6 +47,17 @@ class Edits(NamedTuple):
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
+class Masks(NamedTuple):
+    """The only tokens that rows may get, as bits: token i is bit i % 32 of word i // 32."""
+
+    rows: Ints  # [M]
+    words: NDArray[np.int32]  # [M, W]
+
+    @classmethod
+    def none(cls) -> Masks:
+        return cls(np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
+
+
 class SamplingBatch(NamedTuple):
     """What the rows of a step ask for."""
 
@@ -58,7 +70,7 @@ class SamplingBatch(NamedTuple):
     added: Edits  # logit + value: biases; values of equal pairs add up
     repeated: Edits  # repetition penalty: logit / value if positive, else logit * value; pairs once
     subtracted: Edits  # logit - value: frequency and presence penalties; pairs once
-    masked: Edits  # logit becomes the value, -inf
+    masks: Masks  # other logits become -inf
 
 
 class Sampled(NamedTuple):
@@ -93,10 +105,23 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     )
 
 
+def score(
+    logits: Tensor, token_ids: NDArray[np.int32], num_logprobs: Ints
+) -> tuple[RowLogprobs, ...]:
+    """Log-probabilities of tokens that are known, one for each row of logits [R, V]."""
+    if not len(token_ids):
+        return ()
+    known = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device)
+    sound = torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
+    found = _logprobs(logits, known, np.where(sound, num_logprobs, -1)) or (None,) * len(sound)
+    return tuple(NOT_FINITE if one is None else one for one in found)
+
+
 def _edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Scores [R, V]: `logits` itself if there is nothing to edit, else a float32 copy."""
     if not any(
-        len(edits.rows) for edits in (batch.added, batch.repeated, batch.subtracted, batch.masked)
+        len(changes.rows)
+        for changes in (batch.added, batch.repeated, batch.subtracted, batch.masks)
     ):
         return logits
     scores = logits.to(torch.float32, copy=True)
@@ -109,9 +134,18 @@ def _edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
     scores[index] -= values
     # A request's tiny repetition penalty may overflow; that must not look like broken weights.
     scores.clamp_(max=torch.finfo(torch.float32).max)
-    index, values = _on_device(batch.masked, logits)
-    scores[index] = values
+    if len(batch.masks.rows):
+        rows = torch.from_numpy(batch.masks.rows).to(scores.device)
+        is_allowed = _unpack_bits(batch.masks.words, scores)
+        scores[rows] = scores[rows].masked_fill(~is_allowed, NEGATIVE_INFINITY)
     return scores
+
+
+def _unpack_bits(words: NDArray[np.int32], like: Tensor) -> Tensor:
+    """[M, W] -> bool [M, V]."""
+    places = torch.arange(32, dtype=torch.int32, device=like.device)
+    bits = torch.from_numpy(words).to(like.device)[:, :, None] >> places
+    return (bits & 1).flatten(1)[:, : like.shape[1]].bool()
 
 
 def _on_device(edits: Edits, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -20,12 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import _cpu
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelLoadError, StreamkvError
 from ..models import CausalLM, ModelConfig, build_model, read_config
 from ..ops import Batch
 from ..ops.reference import REFERENCE
-from ..protocol import BlockStore, CopyKind, MaskBoard, RunnerInfo, StepInput, StepOutput
+from ..protocol import (
+    MASK_WAIT_S,
+    BlockStore,
+    CopyKind,
+    MaskBoard,
+    RowLogprobs,
+    RunnerInfo,
+    StepInput,
+    StepOutput,
+)
 from ..weights.hub import Checkpoint
 from ..weights.loader import opened_checkpoint
 from ..weights.torch_loader import load_parameters, weight_bytes
@@ -42,8 +52,9 @@ from .kv_cache import (
 from .kv_plan import KVCachePlan, flags_to_lower, plan_memory
 from .measure import measure_costs
 from .rows import Rows
-from .sampler import Sampled, sample
+from .sampler import score
 from .torch_ops import TorchOps
+from .torch_sampling import SampledRows, sample_rows
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +69,17 @@ class _Loaded(NamedTuple):
     kv_cache: Tensor
     host_slots: Tensor  # uint8 [num_host_slots, block_bytes]
     rows: Rows
+
+
+class _Computed(NamedTuple):
+    """What a step gives."""
+
+    sampled: SampledRows
+    scored: tuple[RowLogprobs, ...]
+
+    @classmethod
+    def nothing(cls) -> _Computed:
+        return cls(SampledRows.none(), ())
 
 
 @dataclass
@@ -99,7 +121,7 @@ class TorchRunner:
         started = time.perf_counter()
         copied = _Copied()
         try:
-            sampled = self._run(step, copied)
+            sampled, scored = self._run(step, copied)
         except Exception as exc:
             logger.exception("step %d failed", step.step_id)
             reason = str(exc) if isinstance(exc, StreamkvError) else f"{type(exc).__name__}: {exc}"
@@ -119,13 +141,15 @@ class TorchRunner:
             duration_s=time.perf_counter() - started,
             copies_done=copied.done,
             copies_s=copied.seconds,
+            deferred=sampled.deferred.tobytes(),
+            scored=scored,
         )
 
     def close(self) -> None:
         """Give back all memory, once the store has written what it was given; idempotent."""
         if self.store is not None:
             self.store.close()
-        self.store = None
+        self.store = self.masks = None
         self._loaded = None
         self._share.release()
         if self._device.type == "cuda":
@@ -166,7 +190,8 @@ class TorchRunner:
         host_slots = self._allocate_host_slots(plan)
         ops = TorchOps(REFERENCE, weights, kv_cache, max_model_len=plan.max_model_len)
         self._try_out(model, ops)
-        rows = _build_rows(config, plan, model.config)
+        self.masks = masks = _cpu.MaskBoard(model.config.vocab_size)
+        rows = _build_rows(config, plan, model.config, masks)
         self._loaded = _Loaded(model, ops, kv_cache, host_slots, rows)
         costs = measure_costs(self.step, plan, max_step_tokens(config, plan.max_model_len))
         slots = host_slots.flatten().numpy().data
@@ -280,7 +305,7 @@ class TorchRunner:
             )
 
     @torch.inference_mode()
-    def _run(self, step: StepInput, copied: _Copied) -> Sampled:
+    def _run(self, step: StepInput, copied: _Copied) -> _Computed:
         if self._loaded is None:
             raise ModelLoadError("no model is loaded")
         model, ops, kv_cache, host_slots, rows = self._loaded
@@ -288,22 +313,25 @@ class TorchRunner:
         if step.copies:
             _make_copies(kv_cache, host_slots, step.copies, copied)
         scheduled = np.frombuffer(step.scheduled, np.int32).reshape(-1, 4)
-        asking = rows.asking(scheduled)
         if not len(scheduled):
-            return Sampled.none()
+            return _Computed.nothing()
         arrays = rows.batch(scheduled)
+        asking, scoring = rows.asking, rows.scoring
+        num_asking = len(asking.rows)
         try:
             batch = Batch(*(torch.from_numpy(array).to(self._device) for array in arrays))
             hidden = model.forward(ops, batch)
-            if not len(asking.rows):
-                return Sampled.none()
-            sampled = sample(model.logits(ops, hidden), rows.sampling_batch(asking))
+            if not len(arrays.logit_rows):
+                return _Computed.nothing()
+            logits = model.logits(ops, hidden)
+            sampled = sample_rows(logits[:num_asking], rows, self.masks, MASK_WAIT_S)
+            scored = score(logits[num_asking:], scoring.token_ids, scoring.num_logprobs)
         except Exception:
             # A step that was sent ahead builds on these tokens; its rows are lost, others aren't.
-            rows.keep(asking, np.zeros(len(asking.rows), np.int32))
+            rows.keep(asking, np.zeros(num_asking, np.int32), np.zeros(0, np.int32))
             raise
-        rows.keep(asking, sampled.token_ids)
-        return sampled
+        rows.keep(asking, sampled.token_ids, sampled.deferred)
+        return _Computed(sampled, scored)
 
 
 def _make_copies(kv_cache: Tensor, host_slots: Tensor, packed: bytes, copied: _Copied) -> None:
@@ -338,7 +366,9 @@ def _block_bytes(config: EngineConfig, model_config: ModelConfig, dtype: torch.d
     return config.block_size * model_config.num_hidden_layers * kv_values * dtype.itemsize
 
 
-def _build_rows(config: EngineConfig, plan: KVCachePlan, model_config: ModelConfig) -> Rows:
+def _build_rows(
+    config: EngineConfig, plan: KVCachePlan, model_config: ModelConfig, masks: _cpu.MaskBoard
+) -> Rows:
     return Rows(
         num_rows=config.max_num_seqs,
         max_model_len=plan.max_model_len,
@@ -346,4 +376,5 @@ def _build_rows(config: EngineConfig, plan: KVCachePlan, model_config: ModelConf
         num_blocks=plan.num_blocks,
         vocab_size=model_config.vocab_size,
         num_host_slots=plan.num_host_slots,
+        has_mask=masks.has,
     )

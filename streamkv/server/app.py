@@ -15,13 +15,27 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ..config import ServerConfig
 from ..engine.async_engine import AsyncEngine
-from ..errors import StreamkvError
-from . import chat, completions, health, metrics, models, responses, responses_ws, tokenize
-from .auth import ApiKeyMiddleware, BrowserGuard, PathGuard
+from ..errors import NotFoundError, StreamkvError
+from . import (
+    chat,
+    completions,
+    health,
+    metrics,
+    models,
+    response_retrieval,
+    responses,
+    responses_ws,
+    streams,
+    tokenize,
+)
+from .answers import Answers
+from .auth import ApiKeyMiddleware, BrowserGuard, PathGuard, refuse
 from .page import find_folder, page_routes
+from .response_store import ResponseStore
 from .wire import error_response, http_error_body, json_response
 
 # Open to all even with --api-key, and the page's own files with them: see auth.py.
@@ -39,6 +53,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
             yield
         finally:
             await engine.close()
+            await app.state.answers.close()
 
     pages = page_routes(find_folder())
     app = Starlette(
@@ -46,7 +61,9 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
             *chat.routes,
             *completions.routes,
             *responses.routes,
+            *response_retrieval.routes,
             *responses_ws.routes,
+            *streams.routes,
             *models.routes,
             *tokenize.routes,
             *health.routes,
@@ -62,9 +79,12 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         },
         lifespan=lifespan,
     )
+    app.router.default = _no_route
     app.state.engine = engine
     app.state.config = config
-    app.state.metrics = metrics.ServerMetrics(engine)
+    app.state.answers = Answers(engine, config)
+    app.state.responses = ResponseStore.of(config)
+    app.state.metrics = metrics.ServerMetrics(engine, app.state.answers)
     return app
 
 
@@ -84,6 +104,13 @@ def _middleware(config: ServerConfig, open_paths: set[str]) -> list[Middleware]:
         keys = Middleware(ApiKeyMiddleware, keys=config.api_key, open_paths=open_paths)
         stack.append(keys)
     return stack
+
+
+async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        error = NotFoundError(f"{scope['path']}: no WebSocket is here; /v1/responses is one")
+        return await refuse(error, scope, receive, send)
+    raise HTTPException(404)
 
 
 async def _on_error(request: Request, exc: Exception) -> Response:

@@ -1,286 +1,150 @@
 """POST /v1/completions: prompts (text or token ids) in, their continuations out.
 
-Owns this endpoint's wire types. Knows the engine as `generate`. Invariant: choice indexes are
-prompt * n + choice, whatever order tokens come in; one generation path: without `stream` the
-answer is the same streams, collected.
+Owns the request's wire type, and what it means. Knows the engine as `encode` and `generate`.
+Invariant: one generation path; without `stream` the answer is the same streams, collected.
 """
 
 from __future__ import annotations
 
 import asyncio
-import codecs
-import time
 import uuid
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, cast
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..engine.stream import Completion, TokenDelta, TokenLogprob, TokenStream
+from ..engine.admission import num_kept_tokens
+from ..engine.async_engine import AsyncEngine
+from ..engine.stream import TokenStream
 from ..errors import InvalidRequestError
-from ..protocol import MAX_LOGPROBS
-from ..text.tokenizer import Tokenizer
-from .json_list import JsonList
+from ..protocol import MAX_LOGPROBS, SamplingParams
+from .completion_fields import CompletionFields
+from .completion_writer import CompletionOptions, CompletionWriter
+from .logprobs import check_num_scores
 from .metrics import metrics_of, observed
-from .prompt_streams import PromptStreams
-from .request_fields import SAMPLING_NOT_HONOURED, GenerationFields, StreamOptions, TokenId, Usage
-from .sse import DONE, EventStream, cancel_on_disconnect, data_frame
-from .wire import NotHonoured, json_logprob, json_response, read_body, ready_engine
+from .prompts import Prompt, PromptEncoder, read_prompts
+from .request_fields import SAMPLING_NOT_HONOURED, TokenId
+from .response_format import Structure
+from .sse import collect_answer, stream_answer
+from .streams import policy_of
+from .wire import NotHonoured, read_body, ready_engine, renaming_fields, renaming_params
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_PROMPTS = 1024
-MAX_PROMPTS_TIMES_N = 4096  # choices of one request
 
 NOT_HONOURED: NotHonoured = {
     **SAMPLING_NOT_HONOURED,
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
 }
 
 
-class CompletionRequest(GenerationFields, kw_only=True):
+class CompletionRequest(CompletionFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     n: int | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
-    stream_options: StreamOptions | None = None
+
+    @property
+    def num_top_scores(self) -> int | None:
+        """How many of the most likely tokens each position of the prompt needs; None: no scores."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in wanted if num is not None), default=None)
+
+    @property
+    def shown_max_tokens(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
-Prompt = str | list[int]
 
-
-def _prompts(body: CompletionRequest, max_model_len: int) -> list[Prompt]:
-    """The prompts, one or many. InvalidRequestError for none, too many or a mixture.
-
-    Of more items than are allowed only the first are looked at: token ids will be refused for
-    their number when the request is admitted.
-    """
-    given = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise InvalidRequestError("prompt: expected text or token ids, got []", param="prompt")
-    kinds = set(map(type, given[: max(MAX_PROMPTS, max_model_len)]))
-    if kinds == {int}:
-        return [cast("list[int]", given)]
-    if len(kinds) > 1:
+def _sampling(
+    body: CompletionRequest, engine: AsyncEngine, structure: Structure | None
+) -> SamplingParams:
+    """How to sample. Where only the prompt is wanted, one token is generated that nobody sees."""
+    if not body.shown_max_tokens and not body.echo and body.prompt_logprobs is None:
         raise InvalidRequestError(
-            "prompt: expected a string, a list of strings, a list of token ids or a list of lists "
-            "of token ids, got a mixture",
-            param="prompt",
+            "max_tokens: expected at least 1, got 0; 0 is for echo and prompt_logprobs, which show "
+            "the prompt alone",
+            param="max_tokens",
         )
-    if len(given) > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"prompt: expected at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt"
-        )
-    name, num_each = ("best_of", body.best_of) if body.best_of else ("n", body.n or 1)
-    if len(given) * num_each > MAX_PROMPTS_TIMES_N:
-        raise InvalidRequestError(
-            f"{name}: expected at most {MAX_PROMPTS_TIMES_N} choices in a request, got {num_each} "
-            f"for each of {len(given)} prompts; send fewer prompts or lower {name}",
-            param=name,
-        )
-    return cast("list[Prompt]", given)
-
-
-def _check(body: CompletionRequest) -> None:
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequestError(
-            "echo: not supported together with logprobs; leave one out", param="echo"
-        )
-
-
-# --- response ---------------------------------------------------------------------------------
-
-
-class Logprobs(msgspec.Struct, frozen=True):
-    """Four parallel lists, one entry per token, also for those that the text doesn't show."""
-
-    tokens: list[str] | msgspec.Raw
-    token_logprobs: list[float] | msgspec.Raw
-    top_logprobs: list[dict[str, float]] | msgspec.Raw
-    text_offset: list[int] | msgspec.Raw  # of the character that the token's first byte belongs to
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole choice, or what it gained since the last chunk."""
-
-    index: int
-    text: str
-    logprobs: Logprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class CompletionObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, and each of its chunks."""
-
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None | UnsetType = UNSET
-
-
-class _LogprobWriter:
-    """OpenAI's lists for one choice, from chunk to chunk, and all of them as JSON."""
-
-    def __init__(self) -> None:
-        self._num_chars = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._lists = [JsonList() for _ in Logprobs.__struct_fields__]
-
-    def write(self, items: Sequence[TokenLogprob]) -> Logprobs:
-        """The next tokens' entries."""
-        tokens, values, tops, offsets = [], [], [], []
-        for item in items:
-            top = {_token_name(t.token, t.bytes): json_logprob(t.logprob) for t in item.top}
-            name = _token_name(item.token, item.bytes)
-            tokens.append(name)
-            values.append(json_logprob(item.logprob))
-            tops.append({**top, name: json_logprob(item.logprob)})
-            offsets.append(self._num_chars)
-            self._num_chars += len(self._decoder.decode(item.bytes))
-        return Logprobs(tokens, values, tops, offsets)
-
-    def collect(self, items: Sequence[TokenLogprob]) -> None:
-        """Keep the next tokens' entries for `whole`."""
-        for pieces, entries in zip(
-            self._lists, msgspec.structs.astuple(self.write(items)), strict=True
-        ):
-            pieces.extend(entries)
-
-    def whole(self) -> Logprobs:
-        return Logprobs(*(pieces.raw() for pieces in self._lists))
-
-
-def _token_name(token: str, data: bytes) -> str:
-    """The token's text; its bytes, as OpenAI writes them, when it is part of a character."""
-    if "\N{REPLACEMENT CHARACTER}" not in token or not data:
-        return token
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-class _Answer:
-    """Writes one request's answer: whole, or as chunks."""
-
-    def __init__(self, completion_id: str, body: CompletionRequest, tokenizer: Tokenizer) -> None:
-        self._id = completion_id
-        self._created = int(time.time())
-        self._num_choices = body.n or 1
-        self._tokenizer = tokenizer
-        self._echo = bool(body.echo)
-        self._token_ids = bool(body.return_token_ids)
-        self._logprobs = body.logprobs is not None
-        self._options = StreamOptions.checked(body.stream_options, stream=bool(body.stream))
-
-    async def whole(self, prompts: PromptStreams) -> CompletionObject:
-        writers: dict[tuple[int, int], _LogprobWriter] = defaultdict(_LogprobWriter)
-
-        def take_logprobs(prompt: int, delta: TokenDelta) -> None:
-            writers[prompt, delta.choice].collect(delta.logprobs)
-
-        completions = await prompts.collect(take_logprobs)
-        choices = []
-        for prompt, of_prompt in enumerate(completions):
-            for item in of_prompt:
-                logprobs = writers[prompt, item.choice].whole() if self._logprobs else None
-                choices.append(self._choice(prompts, prompt, item, logprobs, first=True))
-            await asyncio.sleep(0)
-        return self._object(prompts, choices, Usage.of(*prompts.streams))
-
-    async def frames(self, prompts: PromptStreams) -> AsyncIterator[bytes]:
-        writers: dict[tuple[int, int], _LogprobWriter] = {}
-        async for prompt, delta in prompts.deltas():
-            key = (prompt, delta.choice)
-            first = key not in writers
-            writer = writers.setdefault(key, _LogprobWriter())
-            logprobs = writer.write(delta.logprobs) if self._logprobs else None
-            choice = self._choice(prompts, prompt, delta, logprobs, first=first)
-            if choice.text or choice.finish_reason or self._token_ids or self._logprobs:
-                usage: Usage | None | UnsetType = None if self._options.include_usage else UNSET
-                if self._options.continuous_usage_stats:
-                    usage = Usage.of(*prompts.streams)
-                yield data_frame(self._object(prompts, [choice], usage))
-        if self._options.include_usage:
-            yield data_frame(self._object(prompts, [], Usage.of(*prompts.streams)))
-        yield DONE
-
-    def _choice(
-        self,
-        prompts: PromptStreams,
-        prompt: int,
-        item: TokenDelta | Completion,
-        logprobs: Logprobs | None,
-        *,
-        first: bool,
-    ) -> Choice:
-        stream = prompts.streams[prompt]
-        return Choice(
-            index=prompt * self._num_choices + item.choice,
-            text=(self._prompt_text(stream) if self._echo and first else "") + item.text,
-            logprobs=logprobs,
-            finish_reason=item.finish_reason,
-            stop_reason=item.stop_reason,
-            token_ids=item.token_ids if self._token_ids else UNSET,
-            prompt_token_ids=stream.prompt_token_ids if self._token_ids and first else UNSET,
-        )
-
-    def _prompt_text(self, stream: TokenStream) -> str:
-        if isinstance(stream.prompt, str):
-            return stream.prompt
-        return self._tokenizer.decode(stream.prompt_token_ids, skip_special_tokens=False)
-
-    def _object(
-        self,
-        prompts: PromptStreams,
-        choices: list[Choice],
-        usage: Usage | None | UnsetType,
-    ) -> CompletionObject:
-        return CompletionObject(
-            id=self._id,
-            created=self._created,
-            model=prompts.streams[0].model,
-            choices=choices,
-            usage=usage,
-        )
+    return body.to_sampling_params(
+        engine.sampling_defaults,
+        max_tokens=body.shown_max_tokens or 1,
+        n=body.n,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.num_top_scores,
+        structured_outputs=None if structure is None else structure.outputs,
+    )
 
 
 async def create_completion(request: Request) -> ASGIApp:
     body = await read_body(request, _decoder, not_honoured=NOT_HONOURED)
-    _check(body)
+    streams = bool(body.stream)
+    stream_options = body.checked_stream_options()
+    policy = policy_of(request, body.on_disconnect, stream_options.resumable, streams=streams)
     engine = ready_engine(request)
-    prompts = _prompts(body, engine.info.max_model_len)
+    structure = body.structure()
+    names = {"structured_outputs": structure.field} if structure is not None else {}
+    with renaming_fields(names):
+        sampling = _sampling(body, engine, structure)
+    prompts = await _prompts(body, engine, sampling)
     completion_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
-    answer = _Answer(completion_id, body, engine.tokenizer)
+    options = CompletionOptions(
+        num_choices=sampling.n,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        echo=bool(body.echo),
+        generates=body.shown_max_tokens > 0,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        stream=stream_options,
+    )
+    echoes = [prompt.echo for prompt in prompts]
+    writer = CompletionWriter(completion_id, options, engine.tokenizer, echoes)
     sources = [
-        observed(metrics_of(request), stream)
-        for stream in await _streams(body, prompts, request, completion_id)
+        renaming_params(observed(metrics_of(request), stream), names)
+        for stream in _streams(body, prompts, sampling, request, completion_id)
     ]
-    if body.stream:
-        return EventStream(PromptStreams(sources), answer.frames)
-    async with (
-        PromptStreams(sources) as streams,
-        cancel_on_disconnect(request.receive, streams),
-    ):
-        return json_response(await answer.whole(streams))
+    if streams:
+        return await stream_answer(request, completion_id, sources, writer, policy=policy)
+    return await collect_answer(request, completion_id, sources, writer.whole, policy=policy)
 
 
-async def _streams(
-    body: CompletionRequest, prompts: Sequence[Prompt], request: Request, completion_id: str
+async def _prompts(
+    body: CompletionRequest, engine: AsyncEngine, sampling: SamplingParams
+) -> list[Prompt]:
+    """The prompts as the engine gets them."""
+    name, num_each = ("best_of", body.best_of) if body.best_of else ("n", body.n or 1)
+    given = read_prompts(body.prompt, engine.info.max_model_len, name=name, num_each=num_each)
+    keep, is_scored = num_kept_tokens(sampling, engine.info), sampling.prompt_logprobs is not None
+    encoder = PromptEncoder(
+        engine,
+        add_special_tokens=body.add_special_tokens is not False,
+        echo=bool(body.echo),
+        keep=keep,
+        needs_ids=is_scored,
+    )
+    prompts = []
+    for prompt in given:
+        await asyncio.sleep(0)  # between many prompts let others run
+        prompts.append(await encoder.encode(prompt))
+    if is_scored:
+        num_tokens = sum(min(len(p.content), keep or len(p.content)) for p in prompts)
+        check_num_scores(num_tokens * (sampling.n if body.echo else 1), sampling.prompt_logprobs)
+    return prompts
+
+
+def _streams(
+    body: CompletionRequest,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    request: Request,
+    completion_id: str,
 ) -> list[TokenStream]:
     """One stream per prompt, not yet admitted."""
     engine, options = ready_engine(request), body.for_engine(request)
@@ -289,26 +153,18 @@ async def _streams(
             f"session_id: expected one prompt, got {len(prompts)}: a session goes on from one text",
             param="session_id",
         )
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = body.to_sampling_params(
-        engine.sampling_defaults, max_tokens=max_tokens, n=body.n, logprobs=body.logprobs
-    )
-    streams: list[TokenStream] = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and body.add_special_tokens is False:
-            await asyncio.sleep(0)  # between many prompts let others run
-            prompt = await engine.encode(prompt, add_special_tokens=False, must_fit=True)
-        streams.append(
-            engine.generate(
-                prompt,
-                sampling,
-                request_id=completion_id if len(prompts) == 1 else f"{completion_id}-{i}",
-                # The first asks for all, so that a request is refused as a whole.
-                queue_places=0 if i else len(prompts) * sampling.num_sequences,
-                **options,
-            )
+    return [
+        engine.generate(
+            prompt.content,
+            sampling,
+            request_id=completion_id if len(prompts) == 1 else f"{completion_id}-{i}",
+            # The first asks for all, so that a request is refused as a whole.
+            queue_places=0 if i else len(prompts) * sampling.num_sequences,
+            wants_progress=bool(body.return_progress),
+            **options,
         )
-    return streams
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 routes = [Route("/v1/completions", create_completion, methods=["POST"])]

@@ -37,6 +37,8 @@ class JsonList:
             self.extend([convert(item) for item in items[start : start + PIECE_LEN]])
             await asyncio.sleep(0)
 
-    def raw(self) -> msgspec.Raw:
-        """The whole array so far."""
-        return msgspec.Raw(b"[" + b",".join(self._pieces) + b"]")
+    def raw(self, *more: JsonList) -> msgspec.Raw:
+        """The whole array so far, and the items of others after its own."""
+        lists = (self, *more)
+        pieces = [piece for items in lists for piece in items._pieces]
+        return msgspec.Raw(b"[" + b",".join(pieces) + b"]")

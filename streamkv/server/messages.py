@@ -1,4 +1,4 @@
-"""Chat messages as clients send them.
+"""Chat messages as clients send them, and what else a chat template reads.
 
 Owns the wire types of a conversation, shared by chat completions and /tokenize: dicts, which
 chat templates read (see `text.chat_messages`). Knows nothing about generation.
@@ -6,24 +6,44 @@ chat templates read (see `text.chat_messages`). Knows nothing about generation.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Required, TypeAlias, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol, Required, TypeAlias, TypedDict
 
 from msgspec import Meta
+from starlette.requests import HTTPConnection
 
 from ..errors import InvalidRequestError
+from .tools import FunctionName
+from .wire import server_config
 
-TemplateKwargs: TypeAlias = dict[str, str | int | float | bool | None]
+MAX_DOCUMENTS = 1024
 
-_OWN_NAMES = frozenset({"add_generation_prompt", "documents", "messages", "self", "tools"})
+TemplateKwargs: TypeAlias = dict[str, Any]
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_OWN_NAMES = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "chat_template",
+        "continue_final_message",
+        "documents",
+        "messages",
+        "must_fit",
+        "self",
+        "tools",
+    }
+)
 
 
 class ContentPart(TypedDict, total=False):
     type: Required[str]
     text: str | None
+    refusal: str | None
 
 
 class FunctionCall(TypedDict):
-    name: str
+    name: FunctionName
     arguments: str
 
 
@@ -37,18 +57,82 @@ class Message(TypedDict, total=False):
     role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
     content: str | list[ContentPart] | None
     name: str | None
+    reasoning: str | None
+    reasoning_content: str | None
     tool_calls: list[ToolCall] | None
     tool_call_id: str | None
 
 
 Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
 
+Documents: TypeAlias = Annotated[list[dict[str, str]], Meta(max_length=MAX_DOCUMENTS)]
 
-def template_kwargs(kwargs: TemplateKwargs | None, param: str) -> TemplateKwargs:
-    """A client's own template variables; InvalidRequestError when they hide the request's."""
-    taken = _OWN_NAMES & (kwargs or {}).keys()
+
+class TemplateFields(Protocol):
+    """What requests with messages say to the chat template."""
+
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def add_special_tokens(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def chat_template_kwargs(self) -> TemplateKwargs | None: ...
+    @property
+    def documents(self) -> Documents | None: ...
+
+
+def template_arguments(
+    body: TemplateFields,
+    connection: HTTPConnection,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    reasoning_effort: ReasoningEffort | None = None,
+) -> dict[str, Any]:
+    """What `AsyncEngine.encode_chat` takes besides the messages. InvalidRequestError."""
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message: expected add_generation_prompt to be false, got true: an "
+            "answer goes on with the last message, or begins one; leave one out",
+            param="continue_final_message",
+        )
+    if body.chat_template is not None and not server_config(connection).trust_request_chat_template:
+        raise InvalidRequestError(
+            "chat_template: this server takes none from requests; leave it out, or start the "
+            "server with --trust-request-chat-template",
+            param="chat_template",
+            code="unsupported",
+        )
+    return {
+        "add_generation_prompt": not continues and body.add_generation_prompt is not False,
+        "add_special_tokens": bool(body.add_special_tokens),
+        "continue_final_message": continues,
+        "chat_template": body.chat_template,
+        "documents": body.documents,
+        "tools": tools,
+        **template_variables(body.chat_template_kwargs, reasoning_effort),
+    }
+
+
+def template_variables(
+    kwargs: TemplateKwargs | None, reasoning_effort: ReasoningEffort | None = None
+) -> TemplateKwargs:
+    """A client's own template variables; InvalidRequestError when they hide the request's. The
+    effort is one too; "none" also sets the one by which many templates leave reasoning out."""
+    own = kwargs or {}
+    taken = _OWN_NAMES & own.keys()
     if taken:
         raise InvalidRequestError(
-            f"{param}: {min(taken)!r} can't be set here; it follows from the request", param=param
+            f"chat_template_kwargs: {min(taken)!r} can't be set here; it follows from the request",
+            param="chat_template_kwargs",
         )
-    return kwargs or {}
+    if reasoning_effort is None:
+        return own
+    given: TemplateKwargs = {"reasoning_effort": reasoning_effort}
+    if reasoning_effort == "none":
+        given["enable_thinking"] = False
+    return given | own

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from ..engine.async_engine import AsyncEngine
 from ..engine.stream import TokenStream
 from ..protocol import FinishReason
+from .answers import Answers
 
 PREFIX = "streamkv:"
 
@@ -96,11 +97,12 @@ _LABELLED_COUNTERS = (  # and the label's values
 class ServerMetrics:
     """The registry of one application."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, answers: Answers) -> None:
         self._engine = engine
         self._live: dict[TokenStream, None] = {}  # entered, without a first token when last seen
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
+        self.registry.register(_AnswersCollector(answers, engine.model_ids[0]))
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "arrival to first token", _TTFT_BUCKETS_S
         )
@@ -167,6 +169,28 @@ class _EngineCollector(Collector):
             for value in values:
                 counter.add_metric([model, value], counts.get(value, 0))
             yield counter
+
+
+class _AnswersCollector(Collector):
+    """Reads the registry of answers at each scrape."""
+
+    def __init__(self, answers: Answers, model: str) -> None:
+        self._answers, self._model = answers, model
+
+    def collect(self) -> Iterator[Metric]:
+        answers = self._answers
+        for name, value, help_text in (
+            ("answers_running", answers.num_running, "answers that have not ended"),
+            ("answers_kept", answers.num_kept, "answers that have ended and can be asked for"),
+            ("resume_bytes", answers.budget.num_bytes, "bytes of events of resumable answers"),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        name, help_text = "streams_resumed_total", "streams that a reader has gone on with"
+        counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+        counter.add_metric([self._model], answers.num_resumed)
+        yield counter
 
 
 @asynccontextmanager

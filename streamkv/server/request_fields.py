@@ -3,6 +3,9 @@
 Owns their Structs, what of the known options isn't honoured, and how they become SamplingParams and
 the engine's arguments. Knows nothing about any one endpoint. Invariant: a field may be absent or
 null, which mean the same.
+
+OpenAI's fields that mean nothing here are skipped, as unknown ones are: `user`, `metadata`,
+`store`, `service_tier`, `safety_identifier`, `prompt_cache_key` and `prompt_cache_retention`.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypedDict
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import HTTPConnection
 
+from ..engine.admission import num_kept_tokens
 from ..engine.async_engine import AsyncEngine
 from ..engine.stream import TokenStream
 from ..errors import InvalidRequestError
 from ..protocol import SamplingParams
+from ..sampling import StructuredOutputs
+from .answer import OnDisconnect
 from .wire import NotHonoured
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -27,23 +33,27 @@ MAX_SESSION_ID_LEN = 256
 # Known sampling and serving options of the OpenAI API and its extensions that are not honoured
 # here, for the endpoints' own tables to build on.
 SAMPLING_NOT_HONOURED: NotHonoured = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "thinking_token_budget": (),
+    "truncation_side": ("left",),
+    "vllm_xargs": ({},),
+}
+
+# Of the fields that chat and completions have: what other endpoints refuse.
+COMPLETIONS_ONLY: NotHonoured = {
+    "echo": (False,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "kv_transfer_params": (),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
     "prompt_logprobs": (),
-    "repetition_detection": (),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
+    "return_progress": (False,),
+    "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "vllm_xargs": ({},),
 }
 
 
@@ -73,6 +83,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: str | list[str] | None = None
+    truncate_prompt_tokens: int | None = None
 
     def to_sampling_params(
         self,
@@ -81,12 +95,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         max_tokens: int | None = None,
         n: int | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        structured_outputs: StructuredOutputs | None = None,
     ) -> SamplingParams:
         """SamplingParams; what the client left out comes from `defaults`, the checkpoint's, or is
         its own default (always with beams, for which nothing is sampled). `max_tokens` isn't taken
         from there: see `limit_tokens`."""
         chosen: dict[str, Any] = {} if self.use_beam_search else {**defaults}
         chosen |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        chosen |= {"prompt_logprobs": prompt_logprobs, "structured_outputs": structured_outputs}
         for name in SamplingFields.__struct_fields__:
             value = getattr(self, name)
             if value is not None:
@@ -104,6 +121,9 @@ def limit_tokens(
     if sampling.max_tokens is not None or "max_tokens" not in engine.sampling_defaults:
         return sampling
     limit = max(engine.sampling_defaults["max_tokens"], sampling.min_tokens)
+    num_kept = num_kept_tokens(sampling, engine.info)
+    if num_kept is not None:
+        num_prompt_tokens = min(num_prompt_tokens, num_kept)
     if limit >= engine.info.max_model_len - num_prompt_tokens:
         return sampling
     return sampling.clone(max_tokens=limit)
@@ -120,6 +140,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     session_id: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_LEN)] | None = None
     session_ttl: float | None = None  # seconds
     return_token_ids: bool | None = None
+    on_disconnect: OnDisconnect | None = None
 
     def for_engine(self, connection: HTTPConnection) -> ForEngine:
         """What `AsyncEngine.generate` takes of it. The header X-Session-Id names the session of
@@ -158,6 +179,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # counts in every chunk
+    resumable: bool | None = None  # its events are kept, for a reader that comes back
 
     @classmethod
     def checked(cls, options: StreamOptions | None, *, stream: bool) -> StreamOptions:
@@ -174,6 +196,10 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """OpenAI's token counts; prompts count once, however many choices."""
 
@@ -181,11 +207,21 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, *streams: TokenStream) -> Usage:
-        """The counts of these streams so far."""
+    def of(
+        cls,
+        *streams: TokenStream,
+        generates: bool = True,
+        reasoning_tokens: int | None = None,
+    ) -> Usage:
+        """The counts of these streams so far. `generates`: without it what is generated is nobody's
+        answer. `reasoning_tokens`: None where reasoning is not told from the answer."""
         prompt = sum(stream.usage.num_prompt_tokens for stream in streams)
-        completion = sum(stream.usage.num_generated_tokens for stream in streams)
+        completion = sum(stream.usage.num_generated_tokens for stream in streams) * generates
         cached = sum(stream.usage.num_cached_tokens for stream in streams)
-        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        details: CompletionTokensDetails | UnsetType = UNSET
+        if reasoning_tokens is not None:
+            details = CompletionTokensDetails(reasoning_tokens)
+        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)

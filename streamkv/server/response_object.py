@@ -1,25 +1,53 @@
 """The Response object of OpenAI's Responses API, as it is written to clients.
 
-Owns its Structs; knows nothing of events, transports or the engine's loop. Names and fields are
-those of the official `openai` package (`openai/types/responses/response.py`), and whatever is
-built here validates with its models. Everything is frozen: an event may hold a Response and be
-encoded later.
+Owns its Structs and those of its output items; knows nothing of events, transports or the engine's
+loop. Names and fields are those of the official `openai` package
+(`openai/types/responses/response.py`), and whatever is built here validates with its models.
+Everything is frozen: an event may hold a Response and be encoded later.
+
+Ids: a response is `resp_NAME`, and its items are `msg_NAME_0`, `fc_NAME_1` ...: an item's id tells
+whose it is.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
-from msgspec import Raw, Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ..engine.outputs import TokenLogprob, Usage
 from .wire import json_logprob
 
-ResponseStatus: TypeAlias = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
+ResponseStatus: TypeAlias = Literal[
+    "queued", "in_progress", "completed", "incomplete", "cancelled", "failed"
+]
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 CacheRetention: TypeAlias = Literal["in_memory", "24h"]
+ENDED: frozenset[ResponseStatus] = frozenset({"completed", "incomplete", "cancelled", "failed"})
+
+_ID_PREFIX = "resp_"
+MESSAGE, REASONING, CALL, CALL_OUTPUT = "msg", "rs", "fc", "fco"  # which items ids begin so
+
+
+def response_id_of(name: str | None) -> str:
+    """The id of a new response, under a name of the client's if there is one."""
+    return _ID_PREFIX + (name or uuid.uuid4().hex)
+
+
+def item_id_of(kind: str, response_id: str, index: int | str) -> str:
+    """The id of a response's item: `msg_…`, `fc_…`, `rs_…`."""
+    return f"{kind}_{response_id.removeprefix(_ID_PREFIX)}_{index}"
+
+
+def owner_of_item(item_id: str) -> str:
+    """The id of the response that made an item of that id, if one did."""
+    name = item_id.partition("_")[2].rpartition("_")[0]
+    return _ID_PREFIX + name
+
+
+# --- what is in the output --------------------------------------------------------------------
 
 
 class TopLogprobBody(Struct, frozen=True):
@@ -46,11 +74,39 @@ class OutputText(Struct, frozen=True, kw_only=True, tag="output_text"):
     text: str = ""
 
 
+class ReasoningText(Struct, frozen=True, kw_only=True, tag="reasoning_text"):
+    text: str = ""
+
+
 class OutputMessage(Struct, frozen=True, kw_only=True, tag="message"):
     id: str
     status: ItemStatus = "in_progress"
     role: Literal["assistant"] = "assistant"
     content: tuple[OutputText, ...] = ()
+
+
+class ReasoningItem(Struct, frozen=True, kw_only=True, tag="reasoning"):
+    """What the model thought, as it is: there is nothing to summarize or to encrypt it."""
+
+    id: str
+    summary: tuple[()] = ()
+    content: tuple[ReasoningText, ...] = ()
+    encrypted_content: None = None
+    status: ItemStatus = "in_progress"
+
+
+class FunctionCall(Struct, frozen=True, kw_only=True, tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""  # JSON
+    status: ItemStatus = "in_progress"
+
+
+OutputItem: TypeAlias = OutputMessage | ReasoningItem | FunctionCall
+
+
+# --- the response -----------------------------------------------------------------------------
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -70,11 +126,12 @@ class ResponseUsage(Struct, frozen=True, kw_only=True):
     total_tokens: int
 
     @classmethod
-    def build(cls, usage: Usage) -> ResponseUsage:
+    def build(cls, usage: Usage, *, num_reasoning_tokens: int = 0) -> ResponseUsage:
         return cls(
             input_tokens=usage.num_prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.num_cached_tokens),
             output_tokens=usage.num_generated_tokens,
+            output_tokens_details=OutputTokensDetails(num_reasoning_tokens),
             total_tokens=usage.num_prompt_tokens + usage.num_generated_tokens,
         )
 
@@ -85,21 +142,33 @@ class ResponseError(Struct, frozen=True, kw_only=True):
 
 
 class IncompleteDetails(Struct, frozen=True):
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "steered"]
 
 
-class TextFormat(Struct, frozen=True, tag="text"): ...
+class TextFormat(Struct, frozen=True, kw_only=True):
+    """`{"type": "text"}`, or what the client asked for."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | UnsetType = UNSET
+    schema: Raw | UnsetType = UNSET  # as the client wrote it
+    description: str | None | UnsetType = UNSET
+    strict: bool | None | UnsetType = UNSET
 
 
 class TextConfig(Struct, frozen=True):
     format: TextFormat = TextFormat()
+    verbosity: Literal["medium"] = "medium"
+
+
+class ReasoningConfig(Struct, frozen=True):
+    effort: str | None = None
+    summary: None = None
 
 
 class Response(Struct, frozen=True, kw_only=True):
     """One response. Null fields are written, as OpenAI does.
 
-    `store` is false whatever was asked: a response lives no longer than its connection.
-    `service_tier` names the only tier there is.
+    `store` tells whether it can be retrieved later. `service_tier` names the only tier there is.
     """
 
     id: str
@@ -115,30 +184,36 @@ class Response(Struct, frozen=True, kw_only=True):
     max_tool_calls: int | None = None
     metadata: Mapping[str, str] = {}
     model: str
-    output: tuple[OutputMessage, ...] = ()
+    output: tuple[OutputItem, ...] = ()
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None
+    reasoning: ReasoningConfig = ReasoningConfig()
     safety_identifier: str | None = None
     service_tier: Literal["default"] = "default"
     store: bool = False
     temperature: float
     text: TextConfig = TextConfig()
-    tool_choice: Literal["auto", "none"] = "auto"
-    tools: tuple[()] = ()
+    tool_choice: Any = "auto"  # as the client wrote it
+    tools: Sequence[Any] = ()  # as the client wrote them
     top_logprobs: int = 0
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None = None
 
     @property
     def output_text(self) -> str:
-        """All text of the output."""
-        return "".join(part.text for item in self.output for part in item.content)
+        """All text of the output's messages."""
+        return "".join(
+            part.text
+            for item in self.output
+            if isinstance(item, OutputMessage)
+            for part in item.content
+        )
 
-
-def new_id(prefix: str) -> str:
-    """An id of OpenAI's form: `resp_…`, `msg_…`."""
-    return f"{prefix}_{uuid.uuid4().hex}"
+    @property
+    def calls(self) -> tuple[FunctionCall, ...]:
+        """The function calls of the output: the client's to answer."""
+        return tuple(item for item in self.output if isinstance(item, FunctionCall))

@@ -1,98 +1,83 @@
 """The body of `POST /v1/responses` and of the socket's `response.create`.
 
-Owns its Structs, what is honoured of them, and their meaning: the conversation that the model
-reads, SamplingParams, and the Response that the client sees first. Knows no transport.
+Owns its Structs, what is honoured of them, and what of them becomes SamplingParams and the Response
+that the client sees first. Knows no transport and no conversation.
 
 Every optional field may be null. A known field that can't be honoured is an InvalidRequestError
 that names it. Accepted although they change nothing here are hints (`user`, `safety_identifier`,
-`prompt_cache_key`, `prompt_cache_retention`, `service_tier`, `include_obfuscation` in
-`stream_options`), `store` (nothing is kept, and the Response says so), and what concerns only tool
-calls and reasoning, of which there are none (`parallel_tool_calls`, `max_tool_calls`, `include`).
+`prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_options.mode` and `.ttl`,
+`service_tier`, `background_options.continuation_id`, `include_obfuscation` in `stream_options`),
+what concerns only tools that this server would run itself (`max_tool_calls`, most of `include`),
+and `reasoning.encrypted_content` in `include`: reasoning comes as text, which can be sent back.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
-from ..engine.admission import check_num_messages
 from ..errors import InvalidRequestError
-from ..protocol import MAX_LOGPROBS, RunnerInfo, SamplingParams
-from .request_fields import SAMPLING_NOT_HONOURED, GenerationFields
-from .response_object import CacheRetention, Response, new_id
+from ..protocol import MAX_LOGPROBS, SamplingParams
+from .messages import ReasoningEffort, TemplateKwargs, template_variables
+from .request_fields import COMPLETIONS_ONLY, SAMPLING_NOT_HONOURED
+from .response_format import Structure, StructureFields
+from .response_items import InputItem
+from .response_object import CacheRetention, ReasoningConfig, Response
+from .response_tools import (
+    TextFields,
+    ToolChoiceFields,
+    Tools,
+    read_format,
+    text_config,
+)
 from .wire import NotHonoured, renaming_fields
 
 MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
+Label: TypeAlias = Annotated[str, Meta(max_length=4096)]
 MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
 
+_OF_FUNCTION = re.compile(r"^(tools\[\d+\])\.function\b")
+
 # Values besides null that mean "off"; anything else is refused.
-NOT_HONOURED: NotHonoured = {
+_NOT_HONOURED: NotHonoured = {
     **SAMPLING_NOT_HONOURED,
+    **{k: v for k, v in COMPLETIONS_ONLY.items() if k not in StructureFields.__struct_fields__},
     "access_programs": (),
-    "background": (False,),
-    "background_options": (),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
     "context_management": ([],),
+    "continue_final_message": (False,),
     "conversation": (),
+    "documents": ([],),
+    "enable_response_messages": (False,),
     "image": (),
     "logprobs": (False,),  # Chat Completions' names; here: include, text.format, ...
     "max_completion_tokens": (),
     "max_tokens": (),
     "messages": (),
+    "mm_processor_kwargs": (),
     "moderation": (),
     "n": (1,),
+    "personality": (),
+    "previous_input_messages": ([],),
     "prompt": (),
-    "prompt_cache_options": (),
+    "reasoning_effort": (),
     "response_format": (),
     "return_token_ids": (False,),
-    "tools": ([],),
-    "truncation": ("disabled",),
 }
-
-
-class TemplateMessage(TypedDict):
-    """One message as chat templates read it."""
-
-    role: str
-    content: str
-
-
-class ContentPart(Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class InputItem(Struct, frozen=True, kw_only=True):
-    """A message: OpenAI's EasyInputMessage, Message or ResponseOutputMessage."""
-
-    type: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[ContentPart] | None = None
-
-
-class TextFormatFields(Struct, frozen=True):
-    type: str
-
-
-class TextFields(Struct, frozen=True):
-    format: TextFormatFields | None = None
-    verbosity: str | None = None
-
-
-class ReasoningFields(Struct, frozen=True):
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
-
-
-class StreamOptionsFields(Struct, frozen=True):
-    include_obfuscation: bool | None = None
-
+HTTP_NOT_HONOURED: NotHonoured = {**_NOT_HONOURED, "credits": ()}
+SOCKET_NOT_HONOURED: NotHonoured = {  # it always streams, to somebody
+    **_NOT_HONOURED,
+    "background": (False,),
+    "background_options": (),
+    "stream": (True,),
+}
 
 Includable: TypeAlias = Literal[
     "file_search_call.results",
@@ -106,7 +91,32 @@ Includable: TypeAlias = Literal[
 ]
 
 
-class ResponseRequest(GenerationFields, kw_only=True):
+class ReasoningFields(Struct, frozen=True):
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class StreamOptionsFields(Struct, frozen=True):
+    include_obfuscation: bool | None = None
+    resumable: bool | None = None  # its events are kept, for a reader that comes back
+
+
+class BackgroundOptions(Struct, frozen=True):
+    completion_window: str | None = None
+    continuation_id: str | None = None
+
+
+class PromptCacheOptions(Struct, frozen=True):
+    comparison_response_id: str | None = None
+    mode: Literal["implicit", "explicit"] | None = None
+    prewarm: bool | None = None
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class ResponseRequest(StructureFields, kw_only=True):
     """What a client asks for. `check` refuses what can't be honoured."""
 
     input: str | list[InputItem] | None = None
@@ -118,46 +128,91 @@ class ResponseRequest(GenerationFields, kw_only=True):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
     text: TextFields | None = None
     reasoning: ReasoningFields | None = None
-    stream_options: StreamOptionsFields | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceFields | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
-    prompt_cache_key: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    stream_options: StreamOptionsFields | None = None
+    background: bool | None = None
+    background_options: BackgroundOptions | None = None
+    generate: bool | None = None  # false: only prepare what a later request goes on from
+    credits: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # events that may be sent
+    prompt_cache_key: Label | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: CacheRetention | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
+    safety_identifier: Label | None = None
+    service_tier: Label | None = None
     store: bool | None = None
-    user: str | None = None
+    user: Label | None = None
 
     def check(self) -> None:
         """Raise InvalidRequestError for what this server can't do."""
         if self.text is not None:
-            kind = None if self.text.format is None else self.text.format.type
-            _require_default("text.format.type", kind, "text")
             _require_default("text.verbosity", self.text.verbosity, "medium")
         if self.reasoning is not None:
-            _require_default("reasoning.effort", self.reasoning.effort, "none")
             _require_default("reasoning.summary", self.reasoning.summary, None)
             _require_default("reasoning.generate_summary", self.reasoning.generate_summary, None)
             _require_default("reasoning.context", self.reasoning.context, "auto")
             _require_default("reasoning.mode", self.reasoning.mode, "standard")
+        if self.prompt_cache_options is not None:
+            compared = self.prompt_cache_options.comparison_response_id
+            _require_default("prompt_cache_options.comparison_response_id", compared, None)
+        self._check_background()
 
-    def conversation(
-        self, previous: Sequence[TemplateMessage], info: RunnerInfo
-    ) -> list[TemplateMessage]:
-        """The previous response's conversation and this input, without the instructions."""
-        if not isinstance(self.input, str | None):
-            check_num_messages(self.input, info, "input")
-        messages = [*previous, *_input_messages(self.input)]
-        if not messages:
-            raise InvalidRequestError("input: expected text or at least one item", param="input")
-        return messages
+    def _check_background(self) -> None:
+        options = self.background_options
+        if options is not None:
+            window = options.completion_window
+            _require_default("background_options.completion_window", window, "soonest")
+        if self.background and self.store is False:
+            raise InvalidRequestError(
+                "store: expected true with background, as its client comes back for the response; "
+                "leave it out",
+                param="store",
+            )
 
-    def prompt(self, conversation: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-        """What the model reads: instructions never come from a previous response."""
-        if self.instructions is None:
-            return list(conversation)
-        return [TemplateMessage(role="system", content=self.instructions), *conversation]
+    @property
+    def generates(self) -> bool:
+        """Whether there is to be an answer, and not only its prompt in the cache."""
+        options = self.prompt_cache_options
+        return self.generate is not False and not (options is not None and options.prewarm)
+
+    def answer_structure(self) -> Structure | None:
+        """What the answer is to match. InvalidRequestError."""
+        of_text, of_extension = read_format(self.text), self.structure()
+        if of_text is not None and of_extension is not None:
+            raise InvalidRequestError(
+                f"{of_extension.field}: expected nothing beside text.format, which says already "
+                "what the answer is to match; leave one out",
+                param=of_extension.field,
+            )
+        return of_text or of_extension
+
+    @contextmanager
+    def own_field_names(self) -> Iterator[None]:
+        """Let errors about this request name the fields that the client sent."""
+        structure = self.answer_structure()
+        names = {
+            "messages": "input",
+            "prompt": "input",
+            "max_tokens": "max_output_tokens",
+            "structured_outputs": "tools" if structure is None else structure.field,
+        }
+        try:
+            with renaming_fields(names):
+                yield
+        except InvalidRequestError as error:  # here a tool has no `function` around it
+            error.message = _OF_FUNCTION.sub(r"\1", error.message)
+            error.args = (error.message,)
+            error.param = _OF_FUNCTION.sub(r"\1", error.param or "") or None
+            raise
+
+    def template_variables(self) -> TemplateKwargs:
+        """What the chat template is told besides the conversation and its tools."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return template_variables(self.chat_template_kwargs, effort)
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """`top_logprobs` asks for logprobs, with or without `include`. `defaults` are the
@@ -166,11 +221,16 @@ class ResponseRequest(GenerationFields, kw_only=True):
         wanted = self.top_logprobs or (0 if included else None)
         return self.to_sampling_params(defaults, max_tokens=self.max_output_tokens, logprobs=wanted)
 
-    def to_response(self, model: str, sampling: SamplingParams) -> Response:
-        """The Response at its creation; `request_id` becomes part of its id."""
+    def to_response(
+        self, response_id: str, model: str, sampling: SamplingParams, *, is_stored: bool
+    ) -> Response:
+        """The Response at its creation."""
+        reasoning = self.reasoning or ReasoningFields()
         return Response(
-            id=f"resp_{self.request_id}" if self.request_id else new_id("resp"),
+            id=response_id,
             created_at=int(time.time()),
+            status="queued" if self.background else "in_progress",
+            background=bool(self.background),
             instructions=self.instructions,
             max_output_tokens=self.max_output_tokens,
             max_tool_calls=self.max_tool_calls,
@@ -180,68 +240,25 @@ class ResponseRequest(GenerationFields, kw_only=True):
             previous_response_id=self.previous_response_id,
             prompt_cache_key=self.prompt_cache_key,
             prompt_cache_retention=self.prompt_cache_retention,
+            reasoning=ReasoningConfig(effort=reasoning.effort),
             safety_identifier=self.safety_identifier,
+            store=is_stored,
             temperature=sampling.temperature,
+            text=text_config(self.text),
             tool_choice=self.tool_choice or "auto",
+            tools=self.tools or (),
             top_logprobs=self.top_logprobs or 0,
             top_p=sampling.top_p,
+            truncation=self.truncation or "disabled",
             user=self.user,
         )
-
-
-def own_field_names() -> AbstractContextManager[None]:
-    """Let the engine's errors about a request name the fields that the client sent."""
-    return renaming_fields(
-        {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
-    )
 
 
 def _require_default(param: str, value: str | None, default: str | None) -> None:
     if value is not None and value != default:
         raise InvalidRequestError(
-            f"{param}: expected {default!r}, got {value!r}, which this server can't do; "
+            f"{param}: expected {default!r}, got {value!r:.100}, which this server can't do; "
             "leave it out",
             param=param,
             code="unsupported",
         )
-
-
-def _input_messages(items: str | list[InputItem] | None) -> list[TemplateMessage]:
-    if items is None:
-        return []
-    if isinstance(items, str):
-        return [TemplateMessage(role="user", content=items)]
-    return [_message(item, f"input[{index}]") for index, item in enumerate(items)]
-
-
-def _message(item: InputItem, param: str) -> TemplateMessage:
-    if item.type not in (None, "message"):
-        raise InvalidRequestError(
-            f"{param}.type: expected 'message', got {item.type!r}; send messages only",
-            param=f"{param}.type",
-            code="unsupported",
-        )
-    if item.role is None or item.content is None:
-        name = "role" if item.role is None else "content"
-        raise InvalidRequestError(
-            f"{param}.{name}: required field is missing", param=f"{param}.{name}"
-        )
-    # Open models' chat templates know no "developer"; OpenAI's "system" is the same role.
-    role = "system" if item.role == "developer" else item.role
-    if isinstance(item.content, str):
-        return TemplateMessage(role=role, content=item.content)
-    texts = [_text(part, f"{param}.content[{i}]") for i, part in enumerate(item.content)]
-    return TemplateMessage(role=role, content="\n".join(texts))
-
-
-def _text(part: ContentPart, param: str) -> str:
-    if part.type not in ("input_text", "output_text"):
-        raise InvalidRequestError(
-            f"{param}.type: expected 'input_text' or 'output_text', got {part.type!r}; "
-            "this model reads text only",
-            param=f"{param}.type",
-            code="unsupported",
-        )
-    if part.text is None:
-        raise InvalidRequestError(f"{param}.text: required field is missing", param=f"{param}.text")
-    return part.text

@@ -1,104 +1,92 @@
-"""POST /v1/responses: a response as JSON, or as server-sent events.
+"""POST /v1/responses: a response as JSON, as server-sent events, or in the background.
 
-Owns the HTTP face, and `open_response`, with which both faces begin. Knows nothing of lanes and
-of earlier responses: nothing outlives a request here, so `previous_response_id` works only on
-the socket. Invariant: the JSON answer is the last event's response, the stream collected.
+Owns the HTTP face of making responses; knows nothing of lanes. Invariant: the JSON answer is the
+last event's response, the stream collected. One in the background goes on whoever leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import NamedTuple
+import math
 
 import msgspec
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from ..engine.stream import TokenStream
-from .metrics import metrics_of, observed
-from .request_fields import limit_tokens
-from .response_events import ResponseBuilder, response_events
-from .response_history import previous_response_not_found
-from .response_object import Response
-from .response_request import NOT_HONOURED, ResponseRequest, TemplateMessage, own_field_names
-from .sse import EventStream, cancel_on_disconnect, event_frame
-from .wire import json_response, read_body, ready_engine
+from ..errors import InvalidRequestError
+from .answer import OnDisconnect, Policy
+from .answers import answers_of
+from .response_object import response_id_of
+from .response_opening import OpenedResponse, ask, open_response
+from .response_request import HTTP_NOT_HONOURED, ResponseRequest
+from .response_store import shelves_of, store_of
+from .sse import collect_answer, last_event_id, resume_answer, stream_answer
+from .streams import policy_of
+from .wire import json_response, read_body
+
+IN_BACKGROUND = Policy(True, OnDisconnect.CONTINUE, math.inf)
 
 _decoder = msgspec.json.Decoder(ResponseRequest)
 
 
-class OpenedResponse(NamedTuple):
-    """A checked request: enter `source`, and `builder` makes the events of its deltas."""
-
-    conversation: list[TemplateMessage]  # what a next turn goes on from
-    stream: TokenStream  # to cancel it
-    source: AbstractAsyncContextManager[TokenStream]  # admits the stream, and observes it
-    builder: ResponseBuilder
-
-
-async def open_response(
-    connection: HTTPConnection,
-    body: ResponseRequest,
-    *,
-    previous: Sequence[TemplateMessage] = (),
-    stream_id: str | None = None,
-) -> OpenedResponse:
-    """Check a request and encode its prompt. InvalidRequestError names the field at fault."""
-    engine = ready_engine(connection)
-    body.check()
-    sampling = body.sampling_params(engine.sampling_defaults)
-    conversation = body.conversation(previous, engine.info)
-    with own_field_names():
-        prompt = await engine.encode_chat(body.prompt(conversation))
-    response = body.to_response(body.model or engine.model_ids[0], sampling)
-    stream = engine.generate(
-        prompt,
-        limit_tokens(sampling, engine, len(prompt)),
-        request_id=response.id,
-        **body.for_engine(connection),
-    )
-    builder = ResponseBuilder(response, stream_id=stream_id)
-    source = _admitted(observed(metrics_of(connection), stream))
-    return OpenedResponse(conversation, stream, source, builder)
-
-
-@asynccontextmanager
-async def _admitted(
-    source: AbstractAsyncContextManager[TokenStream],
-) -> AsyncIterator[TokenStream]:
-    with own_field_names():
-        async with source as stream:
-            yield stream
-
-
 async def create_response(request: Request) -> ASGIApp:
-    body = await read_body(request, _decoder, not_honoured=NOT_HONOURED)
-    if body.previous_response_id is not None:
-        raise previous_response_not_found(
-            body.previous_response_id,
-            "over HTTP no response is kept; send the whole conversation as input, or use the "
-            "WebSocket at this path",
+    body = await read_body(request, _decoder, not_honoured=HTTP_NOT_HONOURED)
+    _check(request, body)
+    after = last_event_id(request)
+    if after is not None:  # the same request again, to go on with what came of it
+        answer = answers_of(request).find_answer(request, response_id_of(body.request_id))
+        return resume_answer(answer, request, after)
+    shelves, store = shelves_of(request), store_of(request)
+    asked = await ask(request, body, shelves)
+    is_stored = store.is_on and body.store is not False
+    opened = await open_response(request, asked, shelves, store if is_stored else None)
+    try:
+        return await _answer(request, opened)
+    except BaseException:
+        opened.abandon()
+        raise
+
+
+def _check(request: Request, body: ResponseRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError(
+            "stream_options: only allowed with stream: true; leave it out", param="stream_options"
         )
-    opened = await open_response(request, body)
+    if body.background_options is not None and not body.background:
+        raise InvalidRequestError(
+            "background_options: only allowed with background: true; leave it out",
+            param="background_options",
+        )
+    if body.background and not store_of(request).is_on:
+        raise InvalidRequestError(
+            "background: this server stores no responses (--response-store-mib 0), so nobody could "
+            "come back for it; leave it out",
+            param="background",
+            code="unsupported",
+        )
+
+
+async def _answer(request: Request, opened: OpenedResponse) -> ASGIApp:
+    """Let it begin, and answer with it."""
+    body, writer, response_id = opened.asked.body, opened.writer, opened.record.id
+    if body.background:
+        answer = answers_of(request).new(request, response_id, writer, IN_BACKGROUND)
+        await answer.start([opened.source])
+        if body.stream:
+            return resume_answer(answer, request, -1)
+        return json_response(opened.record.response)
+    options = body.stream_options
+    policy = policy_of(
+        request,
+        body.on_disconnect,
+        None if options is None else options.resumable,
+        streams=bool(body.stream),
+    )
     if body.stream:
-        return EventStream(opened.source, lambda stream: _frames(stream, opened.builder))
-    async with opened.source as stream, cancel_on_disconnect(request.receive, stream):
-        return json_response(await _collect(stream, opened.builder))
-
-
-async def _frames(stream: TokenStream, builder: ResponseBuilder) -> AsyncIterator[bytes]:
-    async for events in response_events(stream, builder):
-        for event in events:
-            yield event_frame(event.event_type, event)
-
-
-async def _collect(stream: TokenStream, builder: ResponseBuilder) -> Response:
-    builder.begin()
-    async for delta in stream:
-        builder.push(delta, stream.usage)
-    return builder.response
+        return await stream_answer(request, response_id, [opened.source], writer, policy=policy)
+    return await collect_answer(
+        request, response_id, [opened.source], opened.collect, policy=policy
+    )
 
 
 routes: list[BaseRoute] = [Route("/v1/responses", create_response, methods=["POST"])]

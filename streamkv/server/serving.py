@@ -1,13 +1,11 @@
 """How the application is served: uvicorn, with the ends that streams need.
 
-Owns the order of a shutdown, and what uvicorn's WebSocket protocol leaves unanswered. Knows
-nothing about endpoints. Invariants:
+Owns the order of a shutdown. Knows nothing about endpoints. Invariants:
 
 - A shutdown cuts nobody in silence. Nothing new is taken, what runs may finish for `grace_s`;
   then the engine ends it, and `end_s` are left for readers to be told, over HTTP and WebSocket
   alike. Only who still doesn't read then is cut. The engine closes last, and keeps what it can for
   the next start. A second signal skips all waiting.
-- Every WebSocket handshake is answered, also one that can't be parsed.
 - What a client does wrong is told to the client, not to the log.
 """
 
@@ -18,22 +16,19 @@ import logging
 import math
 import socket
 from collections.abc import Callable
-from http import HTTPStatus
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.utils import ClientDisconnected
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.exceptions import SecurityError
 
 from ..config import ServerConfig
 from ..engine.async_engine import AsyncEngine
 from ..engine.life import EngineStatus
 from ..words import counted
 from .app import create_app
-from .wire import encode, http_error_body
+from .direct_write import Config
+from .http_protocol import HttpProtocol
+from .ws_protocol import WebSocketProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -50,39 +45,6 @@ _CLIENT_FAULTS = (  # what uvicorn logs as a warning, an error or with a traceba
 )
 
 
-class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, but a handshake that fails is answered and closed, and neither a refusal nor a
-    close by the protocol itself is an error of the application."""
-
-    def data_received(self, data: bytes) -> None:
-        if not self.handshake_initiated:
-            data = _without_cookies(data)
-        super().data_received(data)
-        if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            self._refuse_handshake(self.conn.handshake_exc)
-
-    def _refuse_handshake(self, error: Exception) -> None:
-        self.handshake_initiated = self.handshake_complete = self.close_sent = True
-        reason = error.__cause__ or error
-        too_much = isinstance(reason, SecurityError)  # too long a line, too many headers
-        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if too_much else HTTPStatus.BAD_REQUEST
-        body = encode(http_error_body(status, f"WebSocket handshake: {reason}"))
-        head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
-
-    async def send(self, message: Any) -> None:
-        await self.writable.wait()
-        if self.close_sent and self.handshake_complete:
-            raise ClientDisconnected  # it was closed for a wrong frame or a missing pong
-        await super().send(message)
-        if message["type"] == "websocket.http.response.body":
-            self.handshake_complete = True  # by a refusal
-
-
 class Server(uvicorn.Server):
     """Serves the application of an engine. `grace_s` and `end_s` together bound a shutdown."""
 
@@ -94,10 +56,11 @@ class Server(uvicorn.Server):
         grace_s: float = GRACE_S,
         end_s: float = END_S,
     ) -> None:
+        self.app = create_app(engine, config)
         super().__init__(
-            uvicorn.Config(
-                _quiet_when_cancelled(create_app(engine, config)),
-                http="httptools",
+            Config(
+                _quiet_when_cancelled(self.app),
+                http=HttpProtocol,
                 ws=WebSocketProtocol,
                 ws_max_size=config.max_body_bytes,
                 ws_per_message_deflate=False,  # 10 µs a token, for frames of a hundred bytes
@@ -183,13 +146,6 @@ class Server(uvicorn.Server):
                 return False
             await asyncio.sleep(_POLL_S)
         return True
-
-
-def _without_cookies(head: bytes) -> bytes:
-    """A request's head as uvicorn writes it anew, less what browsers fill beyond the parser's
-    limit on localhost, where all servers share their cookies; nothing here reads any."""
-    lines = head.split(b"\r\n")
-    return b"\r\n".join(line for line in lines if not line.lower().startswith(b"cookie:"))
 
 
 def _is_no_clients_fault(record: logging.LogRecord) -> bool:

@@ -1,30 +1,36 @@
-"""Server-sent events: frames, and the response that owns a stream while it is sent.
+"""Server-sent events: the answer of one HTTP request that streams.
 
-Owns the life of a streaming answer: entering its source, watching for the client's leaving,
-keep-alive comments, and leaving the source in all cases. Knows nothing about what the frames
-say. Invariant: nothing is sent before the source was entered and gave its first frame (or
-KEEP_ALIVE_S passed), so whatever goes wrong until then is an ordinary HTTP error; afterwards an
-error is an event, and a stream that ended in one has no `[DONE]`.
+Owns frames, the life of a streaming answer on its connection (its head, its events, keep-alive
+comments, its end), and watching for the client's leaving. Knows nothing about what the events
+say. Events go straight to the transport where the server offers that, by `send` elsewhere.
+Invariant: nothing is sent before the answer gave its first event (or KEEP_ALIVE_S passed), so
+whatever goes wrong until then is an ordinary HTTP error; afterwards an error is an event, and a
+stream that ended in one has no `[DONE]`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import StreamkvError
-from .wire import encode, error_body
+from ..engine.stream import TokenStream
+from ..errors import InvalidRequestError, StreamkvError
+from .answer import PLAIN, Answer, AnswerWriter, OnDisconnect, Policy
+from .answers import answers_of
+from .direct_write import direct_writer
+from .event_log import Event
+from .generation import Generation, Source
+from .http_protocol import BodyWriter
+from .wire import encode, error_body, json_response
 
-logger = logging.getLogger(__name__)
+KEEP_ALIVE_S = 15.0  # the longest silence
 
-KEEP_ALIVE_S = 15.0
-
-DONE = b"data: [DONE]\n\n"
+DONE_EVENT = Event("", b"[DONE]")
 _COMMENT = b": keep-alive\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -33,101 +39,242 @@ _HEADERS = [
 ]
 
 
-class Cancellable(Protocol):
-    def cancel(self) -> None:
-        """End it soon; idempotent, also after its end."""
+async def stream_answer(
+    request: Request,
+    answer_id: str,
+    sources: Sequence[Source],
+    writer: AnswerWriter,
+    *,
+    policy: Policy = PLAIN,
+) -> ASGIApp:
+    """The response that streams a new answer; what keeps it from being admitted is raised.
 
-
-S = TypeVar("S", bound=Cancellable)
-
-
-def data_frame(content: Any) -> bytes:
-    """One event without a name: `data: {...}`."""
-    return b"data: " + encode(content) + b"\n\n"
-
-
-def event_frame(event: str, content: Any) -> bytes:
-    """One named event."""
-    return b"event: " + event.encode() + b"\ndata: " + encode(content) + b"\n\n"
-
-
-def error_frame(exc: BaseException) -> bytes:
-    """An error inside a stream, as OpenAI's clients read it."""
-    return data_frame(error_body(exc))
-
-
-@asynccontextmanager
-async def cancel_on_disconnect(receive: Receive, stream: Cancellable) -> AsyncIterator[None]:
-    """Call `stream.cancel()` as soon as the client is gone. The request's body must be read."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        stream.cancel()
-
-    watcher = asyncio.create_task(watch())
+    A request that shows the number of the last event it got goes on with the answer it names.
+    """
+    after = last_event_id(request)
+    answers = answers_of(request)
+    if after is not None:
+        return resume_answer(answers.find_answer(request, answer_id), request, after)
+    answer = answers.new(request, answer_id, writer, policy)
+    stream = _EventStream(answer, request.receive, is_open=True)
+    answer.attach(stream)
     try:
-        yield
+        await answer.start(sources)
+    except BaseException:
+        stream.stop_watching()
+        raise
+    return stream
+
+
+def resume_answer(answer: Answer, request: Request, after: int) -> ASGIApp:
+    """The response with the events after that number: 204 if all have been read, which tells a
+    browser's EventSource not to come again."""
+    if answer.error is not None and not answer.num_events:
+        raise answer.error
+    if answer.is_ended and after == answer.num_events - 1:
+        return Response(status_code=204)
+    stream = _EventStream(answer, request.receive, is_open=False)
+    try:
+        answer.attach(stream, after=after)
+    except StreamkvError:
+        stream.stop_watching()
+        raise
+    return stream
+
+
+async def collect_answer(
+    request: Request,
+    answer_id: str,
+    sources: Sequence[Source],
+    collect: Callable[[Sequence[TokenStream]], Awaitable[Any]],
+    *,
+    policy: Policy = PLAIN,
+) -> ASGIApp:
+    """The response with the whole answer, as `collect` makes it (a Struct or a Response); aborted
+    when the client leaves, unless the policy lets it go on."""
+    answers = answers_of(request)
+    generation = Generation(answer_id, owner=answers.owner_of(request))
+    answers.add(generation)
+
+    def on_lost() -> None:
+        if policy.on_disconnect is OnDisconnect.ABORT:
+            generation.cancel()
+
+    watcher = asyncio.create_task(_watch(request.receive, on_lost))
+    try:
+        await generation.admit(sources)
+        content = await collect(generation.streams)
+    except BaseException as error:
+        generation.error = error
+        raise
     finally:
         watcher.cancel()
+        generation.end()
+    return content if isinstance(content, Response) else json_response(content)
 
 
-class EventStream(Generic[S]):
-    """An ASGI response: `async with source as stream`, then the frames of `frames(stream)`.
+def last_event_id(request: Request) -> int | None:
+    """The header Last-Event-ID; None without one. InvalidRequestError if it is no number."""
+    text = request.headers.get("last-event-id", "")
+    return event_number(text, "Last-Event-ID") if text else None
 
-    `frames` yields whole events, one or several in each item, and ends by itself; when the client
-    leaves, `stream.cancel()` makes it end. `on_error` writes the frame of an exception that came
-    after the first byte.
-    """
 
-    def __init__(
-        self,
-        source: AbstractAsyncContextManager[S],
-        frames: Callable[[S], AsyncIterator[bytes]],
-        *,
-        on_error: Callable[[BaseException], bytes] = error_frame,
-    ) -> None:
-        self._source = source
-        self._frames = frames
-        self._on_error = on_error
-        self._started = False
-        self._last_sent_s = 0.0
-        self._lock = asyncio.Lock()  # one sender at a time: the stream or the keep-alive
+def event_number(text: str, param: str) -> int:
+    """The number of an event that a client has got. InvalidRequestError."""
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise InvalidRequestError(
+            f"{param}: expected the id of an event, a number, got {text[:40]!r}", param=param
+        )
+    return int(text)
+
+
+def frame(number: int, event: Event) -> bytes:
+    """An event as it stands in the stream."""
+    if event.name:
+        return b"id: %d\nevent: %b\ndata: %b\n\n" % (number, event.name.encode(), event.data)
+    return b"id: %d\ndata: %b\n\n" % (number, event.data)
+
+
+def error_frame(error: BaseException) -> bytes:
+    """An error inside a stream, as OpenAI's clients read it."""
+    return b"data: %b\n\n" % encode(error_body(error))
+
+
+async def _watch(receive: Receive, on_lost: Callable[[], None]) -> None:
+    """Call it as soon as the client is gone. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    on_lost()
+
+
+class _EventStream:
+    """One answer on one connection: its Outlet, and the ASGI response."""
+
+    def __init__(self, answer: Answer, receive: Receive, *, is_open: bool) -> None:
+        """`is_open`: the head is sent with the first event; otherwise at once."""
+        self.is_open = is_open
+        self._answer = answer
+        self._has_ids = answer.log is not None
+        self._held = bytearray()  # for the task to send
+        self._direct: BodyWriter | None = None  # once the head is sent
+        self._num_written = 0
+        self._is_over = False
+        self._is_lost = False
+        self._changed = asyncio.Event()
+        if not is_open:
+            self._changed.set()
+        self._watcher = asyncio.create_task(_watch(receive, self._lose))
+
+    def stop_watching(self) -> None:
+        self._watcher.cancel()
+
+    # --- an Outlet ---------------------------------------------------------------------------
+
+    def write(self, number: int, event: Event) -> None:
+        self._num_written += 1
+        # Some programs of the field read a block of an unnamed event as `data: ` and JSON, and
+        # choke on an id before it: it stands only where it is of use.
+        if self._has_ids or event.name:
+            data = frame(number, event)
+        else:
+            data = b"data: %b\n\n" % event.data
+        if self._direct is not None:
+            self._direct.write(data)
+        else:
+            self._write(data)
+
+    def ended(self) -> None:
+        self.is_open = False
+        self._is_over = True
+        self._changed.set()
+
+    def _write(self, data: bytes) -> None:
+        if self._direct is not None:
+            self._direct.write(data)
+        else:
+            self._held += data
+            self._changed.set()
+
+    def _lose(self) -> None:
+        self.is_open = False
+        self._is_lost = True
+        self._changed.set()
+        self._answer.detach(self)
+
+    def _open(self) -> None:
+        self.is_open = not (self._is_lost or self._is_over)
+        self._answer.pump()
+
+    def _close(self) -> None:
+        self.is_open = False
+
+    # --- the response ------------------------------------------------------------------------
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._source as stream, cancel_on_disconnect(receive, stream):
-            self._last_sent_s = asyncio.get_running_loop().time()
-            keep_alive = asyncio.create_task(self._keep_alive(send))
-            try:
-                await self._send_all(stream, send)
-            finally:
-                keep_alive.cancel()
-
-    async def _send_all(self, stream: S, send: Send) -> None:
+        self._tick()
         try:
-            async for frame in self._frames(stream):
-                await self._send(frame, send)
-        except Exception as exc:
-            if not self._started:
-                raise
-            if not isinstance(exc, StreamkvError):
-                logger.exception("a stream failed")
-            await self._send(self._on_error(exc), send)
-        await self._send(b"", send, more=False)
+            await self._changed.wait()
+            if not self._is_lost:
+                self._raise_early_error()
+                await self._send_all(direct_writer(scope), send)
+        finally:
+            self.stop_watching()
+            self._ticker.cancel()
+            self._answer.detach(self)
 
-    async def _send(self, body: bytes, send: Send, *, more: bool = True) -> None:
-        async with self._lock:
-            if not self._started:
-                self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-            self._last_sent_s = asyncio.get_running_loop().time()
+    def _raise_early_error(self) -> None:
+        error = self._early_error()
+        if error is not None and not self._held:
+            raise error
 
-    async def _keep_alive(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            idle_s = loop.time() - self._last_sent_s
-            if idle_s < KEEP_ALIVE_S:
-                await asyncio.sleep(KEEP_ALIVE_S - idle_s)
+    async def _send_all(self, direct: BodyWriter | None, send: Send) -> None:
+        self.is_open = False
+        if direct is not None:
+            direct.begin()
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        if direct is not None:
+            await self._write_directly(direct)
+        else:
+            await self._send_pieces(send)
+        if not self._is_lost:
+            error = self._early_error()
+            last = b"" if error is None else error_frame(error)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _write_directly(self, direct: BodyWriter) -> None:
+        direct.on_paused, direct.on_resumed, direct.on_lost = self._close, self._open, self._lose
+        if self._held:
+            direct.write(bytes(self._held))
+            self._held.clear()
+        self._direct = direct
+        if direct.is_writable:
+            self._open()
+        while not (self._is_over or self._is_lost):
+            self._changed.clear()
+            await self._changed.wait()
+        direct.finish()
+
+    async def _send_pieces(self, send: Send) -> None:
+        while not self._is_lost:
+            self._changed.clear()
+            held, self._held = self._held, bytearray()
+            if held:
+                self._close()
+                await send({"type": "http.response.body", "body": bytes(held), "more_body": True})
+            elif self._is_over:
+                return
             else:
-                await self._send(_COMMENT, send)
+                self._open()
+                await self._changed.wait()
+
+    def _early_error(self) -> BaseException | None:
+        """What ended the answer before its first event."""
+        return None if self._answer.num_events else self._answer.error
+
+    def _tick(self, num_written: int = -1) -> None:
+        """A comment, if nothing was written since the last time."""
+        takes_comment = self._direct is None or self.is_open
+        if num_written == self._num_written and takes_comment and not self._held:
+            self._write(_COMMENT)
+        loop = asyncio.get_running_loop()
+        self._ticker = loop.call_later(KEEP_ALIVE_S / 2, self._tick, self._num_written)

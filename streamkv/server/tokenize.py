@@ -19,19 +19,15 @@ from starlette.routing import Route
 from ..engine.async_engine import AsyncEngine
 from ..errors import InvalidRequestError, UnknownModelError
 from .json_list import JsonList
-from .messages import Messages, TemplateKwargs, template_kwargs
+from .messages import Documents, Messages, ReasoningEffort, TemplateKwargs, template_arguments
 from .request_fields import Name, TokenId
+from .tools import Tools
 from .wire import NotHonoured, json_response, read_body, ready_engine
 
 MAX_DETOKENIZE_TOKENS = 1 << 20
 LONG_TOKENS_LEN = 8192  # decoding more would hold up the loop
 
-NOT_HONOURED: NotHonoured = {
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "mm_processor_kwargs": (),
-    "tools": ([],),
-}
+NOT_HONOURED: NotHonoured = {"media_io_kwargs": (), "mm_processor_kwargs": ()}
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -41,8 +37,13 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: Name | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
+    documents: Documents | None = None
+    reasoning_effort: ReasoningEffort | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     return_token_strs: bool | None = None
 
@@ -77,7 +78,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, _tokenize_decoder, not_honoured=NOT_HONOURED)
     engine = ready_engine(request)
     _check_model(engine, body.model)
-    token_ids = await _tokens(body, engine)
+    token_ids = await _tokens(body, request)
     tokens, strings = JsonList(), JsonList()
     await tokens.extend_long(token_ids, int)
     if body.return_token_strs:
@@ -92,25 +93,29 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-async def _tokens(body: TokenizeRequest, engine: AsyncEngine) -> list[int]:
+async def _tokens(body: TokenizeRequest, request: Request) -> list[int]:
+    engine = ready_engine(request)
     if body.messages is None:
         if body.prompt is None:
             raise InvalidRequestError("prompt: expected prompt or messages", param="prompt")
+        _check_no_template(body)
         return await engine.encode(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     if body.prompt is not None:
         raise InvalidRequestError("prompt: expected prompt or messages, got both", param="prompt")
-    if body.add_special_tokens:
-        raise InvalidRequestError(
-            "add_special_tokens: not supported with messages; the chat template writes them",
-            param="add_special_tokens",
-        )
-    return await engine.encode_chat(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        **template_kwargs(body.chat_template_kwargs, "chat_template_kwargs"),
+    arguments = template_arguments(
+        body, request, tools=body.tools or None, reasoning_effort=body.reasoning_effort
     )
+    return await engine.encode_chat(body.messages, **arguments)
+
+
+def _check_no_template(body: TokenizeRequest) -> None:
+    for name in ("tools", "documents", "chat_template", "chat_template_kwargs"):
+        if getattr(body, name):
+            raise InvalidRequestError(
+                f"{name}: only allowed with messages; leave it out", param=name
+            )
 
 
 async def detokenize(request: Request) -> Response:

@@ -34,6 +34,7 @@ from ..errors import (
     EngineNotReadyError,
     ForbiddenError,
     GenerationError,
+    GoneError,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
@@ -73,6 +74,7 @@ _ERRORS: dict[type[BaseException], tuple[int, str, str | None]] = {
     PayloadTooLargeError: (413, "invalid_request_error", "payload_too_large"),
     AuthenticationError: (401, "authentication_error", "invalid_api_key"),
     ForbiddenError: (403, "permission_error", "forbidden"),
+    GoneError: (410, "not_found_error", "gone"),
     NotFoundError: (404, "not_found_error", "not_found"),
     OverloadedError: (429, "rate_limit_error", "overloaded"),
     EngineNotReadyError: (503, "service_unavailable_error", "engine_not_ready"),
@@ -189,6 +191,8 @@ def decode_body(
 ) -> T:
     """A JSON document as a Struct; InvalidRequestError names the field at fault as `param`."""
     try:
+        if isinstance(data, bytes) and not data.isascii():
+            data.decode()  # what is skipped, or kept as it is, would not be looked at
         body = decoder.decode(data)
         for name, raw in _raw_decoder.decode(data).items() if not_honoured else ():
             if not_honoured is not None and name in not_honoured:

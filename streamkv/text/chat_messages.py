@@ -5,18 +5,35 @@ neither templates nor where messages come from. Invariant: what can't be handed 
 InvalidRequestError that names the message and the part; what was made here is left as it is.
 
 `developer` becomes `system`, which is what templates know; text parts are joined by newlines; an
-assistant that only called tools has said ""; the arguments of tool calls, JSON in a string in
-OpenAI's form, become objects. A key with None is left out, others are handed over as they are.
+assistant that only called tools has said ""; what it reasoned is `reasoning_content`, whatever it
+was called; the arguments of tool calls, JSON in a string in OpenAI's form, become objects. A key
+with None is left out, others are handed over as they are.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 
 from ..errors import InvalidRequestError
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # what clients call it
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call. Templates that take them for text find the JSON that they stand for."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return f"{self}{other}"
+
+    def __radd__(self, other: str) -> str:
+        return f"{other}{self}"
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -47,6 +64,9 @@ def _message(message: object, name: str) -> dict[str, Any]:
     if found["role"] == "developer":
         found["role"] = "system"
     found["content"] = _content(found, f"{name}.content")
+    reasoning = next((text for key in _REASONING if isinstance(text := found.get(key), str)), None)
+    if reasoning is not None:
+        found["reasoning_content"] = reasoning
     calls = found.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -72,7 +92,7 @@ def _content(message: Mapping[str, Any], name: str) -> str:
 
 def _text(part: object, name: str) -> str:
     match part:
-        case {"type": "text", "text": str(text)}:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": kind}:
             got = f"type {kind!r}"
@@ -88,9 +108,10 @@ def _tool_call(call: object, name: str) -> Mapping[str, Any]:
     if "function" in call:
         function = _tool_call(call["function"], f"{name}.function")
         return {"type": "function", **call, "function": function}
-    if isinstance(text := call.get("arguments"), str):
-        return {**call, "arguments": _arguments(text, f"{name}.arguments")}
-    return call
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _arguments(arguments, f"{name}.arguments")
+    return {**call, "arguments": Arguments(arguments)} if isinstance(arguments, Mapping) else call
 
 
 def _arguments(text: str, name: str) -> dict[str, Any]:

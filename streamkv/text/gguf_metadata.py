@@ -12,8 +12,10 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from ..errors import ModelLoadError
+from .chat_templates import DEFAULT
 
 MAX_TOKEN_ID = 2**31 - 1
+_TEMPLATE = "tokenizer.chat_template"
 OTHER_TOKENIZER = "name the folder of the model's own tokenizer with --tokenizer"
 # Control tokens that end a turn or a text. A file names one of them, two or three at most, where
 # the models' own generation_config.json has them all.
@@ -113,15 +115,17 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def chat_template(metadata: Mapping[str, Any]) -> str | None:
-    """The chat template; where there are several by name, the default one. ModelLoadError."""
-    for key in ("tokenizer.chat_template", "tokenizer.chat_template.default"):
-        source = metadata.get(key)
-        if isinstance(source, str):
-            return source
-        if source is not None:
-            raise ModelLoadError(f"GGUF: expected {key} to be a string, got {source!r:.100}")
-    return None
+def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name. ModelLoadError."""
+    found: dict[str, str] = {}
+    for key, source in metadata.items():
+        if source is not None and (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")):
+            if not isinstance(source, str):
+                raise ModelLoadError(f"GGUF: expected {key} to be a string, got {source!r:.100}")
+            name = key.removeprefix(_TEMPLATE).removeprefix(".") or DEFAULT
+            if key == _TEMPLATE or name not in found:
+                found[name] = source
+    return found
 
 
 def list_of(kind: type, name: str, value: Any) -> list[Any]:

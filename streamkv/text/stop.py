@@ -14,21 +14,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MAX_LOOKS = 8  # at places where a stop string may begin; more are left to the search
+
 
 class StopChecker:
     """One sequence's stop strings. Owned by whoever owns the sequence."""
 
+    __slots__ = ("_firsts", "_include", "_is_calm", "_searches", "matched")
+
     def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
         self.matched: str | None = None
         self._searches = [_Search(pattern) for pattern in stop]
+        self._firsts = tuple({pattern[0] for pattern in stop})
         self._include = include_stop_str_in_output
+        self._is_calm = True  # nothing is held back, and nothing was matched
 
     def push(self, text: str) -> str:
         """The text that may be shown now; nothing more after a match."""
+        if self._is_calm:
+            for first in self._firsts:
+                if first in text:
+                    break
+            else:
+                return text
+            if not self._may_begin(text):
+                return text
+        return self._push(text)
+
+    def flush(self) -> str:
+        """The end of the stream: what was held back, or nothing after a match."""
         if self.matched is not None:
             return ""
-        if not self._searches:
-            return text
+        pattern, num_held = self._held()
+        self._searches, self._firsts, self._is_calm = [], (), True
+        return pattern[:num_held]
+
+    def _may_begin(self, text: str) -> bool:
+        """Whether a stop string is in the text or begins at its end; also True where looking would
+        take long."""
+        num_looks = 0
+        for search in self._searches:
+            pattern = search.pattern
+            place = text.find(pattern[0])
+            while place >= 0:
+                num_looks += 1
+                if num_looks > MAX_LOOKS or pattern.startswith(text[place : place + len(pattern)]):
+                    return True
+                place = text.find(pattern[0], place + 1)
+        return False
+
+    def _push(self, text: str) -> str:
+        if self.matched is not None:
+            return ""
         pattern, num_held = self._held()
         num_shown = num_held + len(text)  # of the held characters and the new ones together
         for end, char in enumerate(text, start=1):
@@ -36,18 +73,13 @@ class StopChecker:
             if complete:
                 self.matched = max(complete, key=len)
                 num_shown = num_held + end - (0 if self._include else len(self.matched))
+                self._is_calm = False
                 break
         else:
-            num_shown -= self._held().length
+            num_held_now = self._held().length
+            num_shown -= num_held_now
+            self._is_calm = num_held_now == 0
         return pattern[: min(num_held, num_shown)] + text[: max(num_shown - num_held, 0)]
-
-    def flush(self) -> str:
-        """The end of the stream: what was held back, or nothing after a match."""
-        if self.matched is not None:
-            return ""
-        pattern, num_held = self._held()
-        self._searches = []
-        return pattern[:num_held]
 
     def _held(self) -> _Held:
         """The text held back, as a beginning of the stop string it may become, so that it needs
@@ -63,6 +95,8 @@ class _Held(NamedTuple):
 
 class _Search:
     """Knuth, Morris and Pratt's search for one pattern, a character at a time."""
+
+    __slots__ = ("_borders", "depth", "pattern")
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern

@@ -1,6 +1,6 @@
 """Tokenizer: text ↔ token ids, for one checkpoint.
 
-Owns the `tokenizers` object, the token → bytes table, the special ids and the chat template.
+Owns the `tokenizers` object, the token → bytes table, the special ids and the chat templates.
 Knows nothing about requests, streams or models. Invariant: immutable after construction, so any
 thread may use it.
 
@@ -13,15 +13,17 @@ entry for, `smollm` among them, it falls back to GPT-2's, which keeps runs of di
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from ..errors import InvalidRequestError
-from . import gguf_metadata, gguf_vocab, token_bound, token_bytes
+from . import gguf_metadata, gguf_vocab, reasoning, token_bound, token_bytes, tool_calls
 from .chat_template import ChatTemplate
+from .chat_templates import DEFAULT, ChatTemplates
+from .control_text import ControlText
 from .tokenizer_folder import read_tokenizer_folder
 
 if TYPE_CHECKING:
@@ -38,9 +40,9 @@ class Tokenizer:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         special_tokens: Mapping[str, str],
-        chat_template: str | None,
+        chat_templates: Mapping[str, str],
     ) -> None:
-        """`special_tokens`: "bos_token", … → its text. `chat_template` is Jinja."""
+        """`special_tokens`: "bos_token", … → its text. `chat_templates`: name → Jinja."""
         backend.no_truncation()  # a tokenizer.json may carry its training's limits
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
@@ -50,18 +52,27 @@ class Tokenizer:
         self.special_tokens = special_tokens
         self.bos_token_id = backend.token_to_id(special_tokens.get("bos_token", ""))
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self.chat_template = (
-            None if chat_template is None else ChatTemplate(chat_template, special_tokens)
-        )
+        self.controls = ControlText(backend)
+        self.chat_templates = ChatTemplates(chat_templates, special_tokens)
         self.joining = token_bytes.read_joining(backend.decoder)
         vocab = backend.get_vocab(with_added_tokens=True)
-        self._bytes = token_bytes.build_table(
+        self.special_ids = {t.content: i for i, t in added.items() if t.special}
+        template = self.chat_templates.for_tools
+        self.reasoning_format = reasoning.find_format(
+            None if template is None else template.source, vocab, self.special_ids
+        )
+        self.tool_format = tool_calls.find_format(template, self.special_ids, self.reasoning_format)
+        self.pieces = token_bytes.build_table(
             vocab,
             {token_id: token.content for token_id, token in added.items()},
             self.joining,
             vocab_size,
         )
-        self._bound = token_bound.read_bound(backend, vocab, self.joining, self._bytes)
+        # What tokens add to a text between whole characters, filled as they come: with special
+        # tokens left out, and with all. Any thread may do so, as it is the same each time.
+        self.shown_texts: dict[int, str] = {}
+        self.all_texts: dict[int, str] = {}
+        self._bound = token_bound.read_bound(backend, vocab, self.joining, self.pieces)
 
     @classmethod
     def from_folder(
@@ -80,7 +91,7 @@ class Tokenizer:
             vocab_size=max(ids, default=-1) + 1,
             eos_token_ids=folder.eos_token_ids.union(more_eos_ids),
             special_tokens=folder.special_tokens,
-            chat_template=folder.chat_template,
+            chat_templates=folder.chat_templates,
         )
 
     @classmethod
@@ -98,8 +109,7 @@ class Tokenizer:
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         ids = {name: gguf_metadata.special_id(metadata, key, size) for name, key in names.items()}
         texts = {name: backend.id_to_token(i) for name, i in ids.items() if i is not None}
-        if chat_template is None:
-            chat_template = gguf_metadata.chat_template(metadata)
+        templates = gguf_metadata.chat_templates(metadata)
         return cls(
             backend,
             vocab_size=size,
@@ -107,7 +117,7 @@ class Tokenizer:
             special_tokens={
                 f"{name}_token": text for name, text in texts.items() if text is not None
             },
-            chat_template=chat_template,
+            chat_templates=templates if chat_template is None else {DEFAULT: chat_template},
         )
 
     def to_transformers(self, max_model_len: int) -> PreTrainedTokenizerFast:
@@ -124,6 +134,14 @@ class Tokenizer:
             # Others would be added, with ids that the model doesn't have.
             **{name: text for name, text in self.special_tokens.items() if text in vocab},
         )
+
+    def with_tool_format(self, name: str) -> Tokenizer:
+        """The same, of a model that writes calls of tools in the format with that name."""
+        other = copy.copy(self)
+        other.tool_format = tool_calls.find_format(
+            self.chat_templates.for_tools, self.special_ids, self.reasoning_format, name=name
+        )
+        return other
 
     @property
     def kind(self) -> str:
@@ -155,11 +173,16 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to the byte stream; nothing for ids without a token, which a model
         with a padded vocabulary can sample."""
-        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+        return self.pieces[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
         """The token alone, as shown beside its log-probability; half characters become U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The one for requests that don't name another."""
+        return self.chat_templates.default
 
     def apply_chat_template(
         self,
@@ -168,14 +191,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation. InvalidRequestError(param="messages") if the model
-        has no chat template or its template refuses the messages."""
-        if self.chat_template is None:
-            raise InvalidRequestError(
-                "messages: expected a model with a chat template, but this one has none; "
-                "write the prompt yourself and use the completions endpoint",
-                param="messages",
-            )
-        return self.chat_template.render(
+        """The prompt text of a conversation; `kwargs` are those of `ChatTemplates.render` and
+        `ChatTemplate.render`. InvalidRequestError(param="messages") if the model has no chat
+        template or its template refuses the messages."""
+        return self.chat_templates.render(
             messages, add_generation_prompt=add_generation_prompt, **kwargs
         )

@@ -15,6 +15,7 @@ import tokenizers
 
 from ..errors import ModelLoadError, one_line
 from ..files import is_file, read_object_if_any, read_text, unreadable, what_it_is
+from .chat_templates import DEFAULT
 from .gguf_metadata import MAX_TOKEN_ID
 from .tokenizer_files import TOKENIZER_FILES
 
@@ -23,6 +24,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MORE_SPECIAL_NAMES = ("sep_token", "cls_token", "mask_token")
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder; the files are named as the templates
 _OLDER_FILES = TOKENIZER_FILES[1:]  # of formats before tokenizer.json
 
 
@@ -30,7 +32,7 @@ class TokenizerFolder(NamedTuple):
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]  # "bos_token", … → its text
     eos_token_ids: frozenset[int]
-    chat_template: str | None
+    chat_templates: Mapping[str, str]  # by name; most have one, DEFAULT
 
 
 def read_tokenizer_folder(path: Path, chat_template: str | None = None) -> TokenizerFolder:
@@ -47,7 +49,9 @@ def read_tokenizer_folder(path: Path, chat_template: str | None = None) -> Token
         backend=backend,
         special_tokens=specials,
         eos_token_ids=eos_ids if eos_id is None else eos_ids | {eos_id},
-        chat_template=_template_source(path, config) if chat_template is None else chat_template,
+        chat_templates=(
+            _templates(path, config) if chat_template is None else {DEFAULT: chat_template}
+        ),
     )
 
 
@@ -167,16 +171,19 @@ def _text_of(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: chat_template.jinja, chat_template.json or tokenizer_config.json. Where
-    there are several by name, the one called default."""
+def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name: chat_template.jinja and the folder beside it,
+    chat_template.json, or tokenizer_config.json."""
     file = path / "chat_template.jinja"
     if is_file(file):
-        return read_text(file)
+        others = sorted((path / _MORE_TEMPLATES).glob("*.jinja"))
+        return {other.stem: read_text(other) for other in others} | {DEFAULT: read_text(file)}
     source = read_object_if_any(path / "chat_template.json").get("chat_template")
     source = config.get("chat_template") if source is None else source
-    if source is None or isinstance(source, str):
-        return source
+    if source is None:
+        return {}
+    if isinstance(source, str):
+        return {DEFAULT: source}
     by_name: dict[str, str] = {}
     for entry in source if isinstance(source, list) else [source]:
         match entry:
@@ -188,4 +195,4 @@ def _template_source(path: Path, config: Mapping[str, Any]) -> str | None:
                     f"with names, got {source!r:.100}; mend the checkpoint's chat template, or "
                     "name a file with --chat-template"
                 )
-    return by_name.get("default")
+    return by_name

@@ -10,14 +10,29 @@ import itertools
 from collections import deque
 from collections.abc import Sequence as Tokens
 
-from fakes import FakeRunner, FakeStore, expected_beams, expected_tokens
+from core.grammars import FakeGrammars
+from fakes import (
+    FakeMaskBoard,
+    FakeRunner,
+    FakeStore,
+    expected_beams,
+    expected_scores,
+    expected_tokens,
+)
 
-from streamkv.core.scheduler import NO_TOKEN, Scheduler, SchedulerOutput, TokenEvent
+from streamkv.core.scheduler import (
+    NO_TOKEN,
+    PromptEvent,
+    Scheduler,
+    SchedulerOutput,
+    TokenEvent,
+)
 from streamkv.core.sequence import Sequence
 from streamkv.protocol import (
     CopyKind,
     FinishReason,
     Request,
+    RowLogprobs,
     SamplingParams,
     StepInput,
     unpack_ints,
@@ -54,9 +69,14 @@ class Harness:
         min_lookahead: int = 0,  # pools are full, and sequences preempted, as often as can be
         token_s: float = 0.0,
         answers_at_once: int = 1000,
+        masks_are_late: bool = False,
+        forces: str = "never",
         check_every: int = 1,
     ) -> None:
-        """`answers_at_once`: events of beams that are taken after each commit, at most."""
+        """`answers_at_once`: events of beams that are taken after each commit, at most. Masks that
+        are late are made by `make_masks` only, or when nothing else is left to do. `forces`: how
+        often tokens that a grammar leaves no choice for are forced; "never", "sometimes" or
+        "always"."""
         self.depth = depth
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -69,6 +89,7 @@ class Harness:
             num_host_slots=num_host_slots,
             copy_delay=copy_delay,
             store=store,
+            masks=FakeMaskBoard(vocab_size),
         )
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -93,6 +114,11 @@ class Harness:
             self.scheduler.insert_stored(store.index())
         self.in_flight: deque[StepInput] = deque()
         self.live: dict[Sequence, None] = {}  # ordered: those without a terminal event
+        self.grammars = FakeGrammars(
+            self.scheduler, self.runner.masks, are_late=masks_are_late, forces=forces
+        )
+        self.scores: dict[Sequence, list[RowLogprobs]] = {}
+        self.progress: dict[Sequence, list[int]] = {}
         self.num_scheduled = 0  # steps
         self._ids = itertools.count()
         self._num_commands = 0
@@ -111,10 +137,15 @@ class Harness:
         cache_salt: str = "",
         session_id: str = "",
         session_ttl_s: float = 10.0,
+        grammar: int | None = None,
+        wants_progress: bool = False,
         **sampling: object,
     ) -> list[Sequence]:
-        """Those that will have events."""
+        """Those that will have events. `grammar`: the seed of the first choice's."""
         params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        slots: tuple[int, ...] = ()
+        if grammar is not None:
+            slots = self.grammars.open(grammar, params.num_sequences, len(prompt_token_ids))
         sequences = self.scheduler.add(
             Request(
                 request_id=f"r{next(self._ids)}",
@@ -127,11 +158,15 @@ class Harness:
                 cache_salt=cache_salt,
                 session_id=session_id,
                 session_ttl_s=session_ttl_s,
+                mask_slots=slots,
+                wants_progress=wants_progress,
             )
         )
         if params.use_beam_search:
             sequences = sequences[: params.n]
         self.live.update(dict.fromkeys(sequences))
+        if grammar is not None:
+            self._note(self.grammars.bind(sequences, grammar))
         self.check()
         return sequences
 
@@ -160,9 +195,24 @@ class Harness:
         """Run the oldest step on the device and take in its result."""
         events = self.scheduler.commit(self.runner.step(self.in_flight.popleft()))
         assert self.runner.violations == [], self.runner.violations
-        self._note(events)
+        self._note_prompts(self.scheduler.take_prompt_events())
+        events = self._note(events)
         self.check()
         return events + self.take_answers()
+
+    def make_masks(self, num: int | None = None) -> list[TokenEvent]:
+        """Some that are due."""
+        events = self._note(self.grammars.make_masks(num))
+        self.check()
+        return events
+
+    def pause(self, sequence: Sequence) -> None:
+        self.scheduler.pause(sequence)
+        self.check()
+
+    def resume(self, sequence: Sequence) -> None:
+        self.scheduler.resume(sequence)
+        self.check()
 
     def take_answers(self) -> list[TokenEvent]:
         """Events of beams: they come once these have ended."""
@@ -172,16 +222,40 @@ class Harness:
         self._note(events)
         return events
 
-    def _note(self, events: list[TokenEvent]) -> None:
-        for sequence, token_id, _, reason in events:
-            assert sequence in self.live, f"{sequence} has an event after its last one"
-            if token_id == NO_TOKEN and reason is FinishReason.STOP:
-                assert self.oracle(sequence) is None
-            else:
-                assert (token_id == NO_TOKEN) == (reason is FinishReason.ERROR)
-            assert reason == sequence.finish_reason or (sequence.is_beam and reason is None)
-            if reason is not None:
-                del self.live[sequence]
+    def _note(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Returns them with those that grammars add."""
+        noted: list[TokenEvent] = []
+        while events:
+            forced: list[TokenEvent] = []
+            for event in events:
+                self._note_one(event)
+                if event.finish_reason is None:
+                    forced += self.grammars.consume(event.sequence, event.token_id)
+            noted += events
+            events = forced
+            if not self.grammars.are_late:
+                events += self.grammars.make_masks()
+        return noted
+
+    def _note_one(self, event: TokenEvent) -> None:
+        sequence, token_id, _, reason = event
+        assert sequence in self.live, f"{sequence} has an event after its last one"
+        if token_id == NO_TOKEN and reason is FinishReason.STOP:
+            assert self.oracle(sequence) is None
+        else:
+            assert (token_id == NO_TOKEN) == (reason is FinishReason.ERROR)
+        if reason is not None:
+            assert reason == sequence.finish_reason
+            del self.live[sequence]
+
+    def _note_prompts(self, events: list[PromptEvent]) -> None:
+        for sequence, num_computed, scored in events:
+            assert sequence in self.live and sequence.choice == 0
+            told = self.progress.setdefault(sequence, [])
+            assert scored or num_computed > max(told, default=0), "it tells nothing"
+            assert max(told, default=0) <= num_computed <= sequence.num_prompt_tokens
+            told.append(num_computed)
+            self.scores.setdefault(sequence, []).extend(scored)
 
     def finish(self, sequence: Sequence, reason: FinishReason = FinishReason.ABORT) -> None:
         """Beams end together."""
@@ -214,26 +288,42 @@ class Harness:
             self.deliver()
         elif self.scheduler.has_answers:
             return self.take_answers()
+        elif self.grammars.due:
+            return self.make_masks()
         else:
-            assert not self.live, "nothing is in flight, scheduled or expected of the store"
+            waiting = self.going_on
+            assert not waiting, f"nothing is in flight, scheduled or expected, but {waiting} wait"
         return []
 
-    def run(self) -> list[TokenEvent]:
-        """Advance until all is done and everything is free."""
+    def run_while_paused(self) -> list[TokenEvent]:
+        """Advance until only paused ones are left."""
         events: list[TokenEvent] = []
         for _ in range(MAX_STEPS):
             if not (self.scheduler.has_work or self.scheduler.is_busy):
                 break
             events += self.advance()
         self.scheduler.check_integrity()
+        return events
+
+    def run(self) -> list[TokenEvent]:
+        """Advance until all is done and everything is free."""
+        events = self.run_while_paused()
         assert self.scheduler.num_held_blocks == 0
         assert self.live == {}
+        assert self.runner.masks.num_slots == 0
         return events
 
     # --- checks ------------------------------------------------------------------------------
 
+    @property
+    def going_on(self) -> list[Sequence]:
+        """Those that are not paused."""
+        paused = self.scheduler._roster.paused
+        return [sequence for sequence in self.live if sequence.group not in paused]
+
     def check(self) -> None:
         self._num_commands += 1
+        self.grammars.remove_slots()
         if self._num_commands % self._check_every == 0:
             self.scheduler.check_integrity()
 
@@ -262,6 +352,7 @@ class Harness:
             self.vocab_size,
             end_token_ids=end_token_ids,
             min_tokens=params.min_tokens,
+            grammar=self.grammars.seeds.get(sequence),
             temperature=params.temperature,
             seed=request.seed,
             choice=sequence.choice,
@@ -269,6 +360,7 @@ class Harness:
 
     def check_answer(self, sequence: Sequence) -> None:
         """A sequence that ended by itself has the oracle's answer; else the beginning of it."""
+        self._check_prompt(sequence)
         expected, output = self.oracle(sequence) or [], sequence.output_token_ids
         if sequence.is_beam and sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             return  # it never had an answer
@@ -276,6 +368,21 @@ class Harness:
             assert output == expected, sequence
         else:
             assert output == expected[: len(output)], sequence
+
+    def _check_prompt(self, sequence: Sequence) -> None:
+        """Scores and progress are whole if it ended by itself, else a beginning."""
+        is_whole = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        scores, told = self.scores.get(sequence, []), self.progress.get(sequence, [])
+        prompt, num_logprobs = (
+            sequence.request.prompt_token_ids,
+            sequence.sampling.num_prompt_logprobs,
+        )
+        expected: list[RowLogprobs] = []
+        if sequence.wants_scores:
+            expected = expected_scores(prompt, num_logprobs, self.vocab_size)
+        assert scores == (expected if is_whole else expected[: len(scores)]), sequence
+        if is_whole and sequence.wants_prompt_events and sequence not in self.grammars.seeds:
+            assert told[-1] == len(prompt), sequence
 
 
 def rows(step: StepInput) -> list[tuple[int, int, int, int]]:

@@ -61,6 +61,9 @@ class Tokens:
     is_loading: bool = False
     leaves: Keep | None = None  # once no step names it any more
     num_tries: int = 0
+    num_prompt_tokens: int = 0  # there are no scores
+    num_scored_tokens: int = 0
+    is_gated: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = array("i", self.token_ids)

@@ -58,6 +58,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_session_blocks=st.integers(0, 4),
         preemption_mode=st.sampled_from(["auto", "swap", "recompute"]),
         has_store=st.booleans(),
+        masks_are_late=st.booleans(),
+        forces=st.sampled_from(["never", "sometimes", "always"]),
     )
     def start(self, eos, has_store, num_host_slots, **rest):
         self.options = {
@@ -116,6 +118,34 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert "beams" in str(error)
                 width, max_tokens = width - 1, -(-max_tokens // 2)
 
+    @rule(
+        common_len=COMMON_LENS,
+        end=ENDS,
+        max_tokens=LENGTHS,
+        several=st.sampled_from([{}, {}, {"n": 2}, {"n": 1, "best_of": 2}, {"logprobs": 1}]),
+        temperature=st.sampled_from([0.0, 1.0]),
+        grammar=st.integers(0, 50),
+        priority=st.integers(0, 1),
+        stop_token_ids=st.sampled_from([(), (), tuple(range(10, 20))]),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
+    )
+    def add_with_a_grammar(self, common_len, end, max_tokens, several, **rest):
+        self._add([*COMMON[:common_len], *end], max_tokens, **several, **rest)
+
+    @rule(
+        num_more=st.sampled_from([0, 3, 12]),
+        common_len=COMMON_LENS,
+        end=ENDS,
+        max_tokens=st.integers(1, 3),
+        several=st.sampled_from([{}, {}, {"n": 2}, {"n": 1, "use_beam_search": True}]),
+        prompt_logprobs=st.sampled_from([None, 0, 0, 2]),
+        wants_progress=st.booleans(),
+        priority=st.integers(0, 1),
+    )
+    def add_with_scores(self, num_more, common_len, end, max_tokens, several, **rest):
+        prompt = [*COMMON[:common_len], *[1] * num_more, *end]
+        self._add(prompt, max_tokens, **several, **rest)
+
     @precondition(lambda self: self.harness.vocab_size < 4)
     @rule(common_len=COMMON_LENS)
     def add_beams_of_which_some_find_no_answer(self, common_len):
@@ -143,6 +173,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sequence.output_token_ids == expected[: sequence.num_output_tokens]
         self.sequences.remove(sequence)
 
+    @precondition(lambda self: self.harness.live)
+    @rule(place=PLACES, num_steps=st.integers(0, 2))
+    def pause(self, place, num_steps):
+        live = list(self.harness.live)
+        self.harness.pause(live[place % len(live)])
+        self.advance(num_steps)
+
+    @precondition(lambda self: self.harness.scheduler.num_paused)
+    @rule(place=PLACES)
+    def resume(self, place):
+        paused = list(self.harness.scheduler._roster.paused)
+        self.harness.resume(paused[place % len(paused)].sequences[0])
+
     # --- steps -------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.harness.in_flight) <= self.harness.depth)
@@ -152,14 +195,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.harness.schedule()
         if output is None:
             store = self.harness.store
-            waits = store is not None and store.num_pending
-            has_work = any(s.finish_reason is None for s in self.harness.live)
+            waits = self.harness.grammars.due or (store is not None and store.num_pending)
+            has_work = any(s.finish_reason is None for s in self.harness.going_on)
             assert waits or not (idle and has_work), "I5: work, nothing on its way"
 
     @precondition(lambda self: self.harness.in_flight)
     @rule()
     def commit(self):
         self.harness.commit()
+
+    @precondition(lambda self: self.harness.grammars.due)
+    @rule(num=st.integers(1, 3))
+    def make_masks(self, num):
+        self.harness.make_masks(num)
 
     @rule(num_steps=st.integers(1, 20))
     def advance(self, num_steps):
@@ -230,13 +278,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_in_flight_steps == len(self.harness.in_flight)
         going_on = [s for s in self.harness.live if s.finish_reason is None]
         num_live = len({s for first in going_on for s in _all_of(first)})
-        assert scheduler.num_running + scheduler.num_waiting == num_live
+        assert scheduler.num_running + scheduler.num_waiting + scheduler.num_paused == num_live
 
     def teardown(self):
         if hasattr(self, "harness"):
             self._end()
 
     def _end(self):
+        for group in list(self.harness.scheduler._roster.paused):
+            self.seen["paused"] += 1
+            self.harness.resume(group.sequences[0])
         self.harness.run()
         self.harness.scheduler.advance_clock(self.now_s + 1000.0)
         self.harness.check()
@@ -249,6 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.check_answer(sequence)
             self.seen["answers"] += sequence.finish_reason in ended
             self.seen["beams"] += sequence.is_beam and sequence.finish_reason in ended
+            self.seen["scores"] += len(self.harness.scores.get(sequence, []))
             self.seen["missing"] += sequence.is_beam and self.harness.oracle(sequence) is None
         self.sequences.clear()
         self.seen.update(
@@ -264,6 +316,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             failed_copies=stats.num_failed_copies,
             writes=stats.num_store_writes,
             failed_store_ops=stats.num_store_failures,
+            deferrals=self.harness.runner.num_deferrals,
+            forced=self.harness.grammars.num_forced,
         )
 
 
@@ -279,7 +333,7 @@ def run_machine(num_commands: int, *, shrinks: bool) -> Counter[str]:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=-(-num_commands // STEPS_PER_RUN) * 4 // 3,
+            max_examples=-(-num_commands // STEPS_PER_RUN) * 5 // 4,
             stateful_step_count=STEPS_PER_RUN,
             deadline=None,
             database=None,

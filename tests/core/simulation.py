@@ -2,8 +2,9 @@
 
 (From the repository's root, with `PYTHONPATH=.:tests`.) Requests come in episodes of 250, each with
 its own pool, block size, host memory, store, budget and load; some are beams, some of many choices,
-some cancelled on the way, some ended as a stop string would end them. Meanwhile copies, reads and
-writes fail, and the pool is resized. Each episode runs at overlap depth 0 and 1; each answer is
+some have a grammar or want scores of their prompts; some are cancelled on the way, some ended as a
+stop string would end them, some paused. Meanwhile copies, reads and writes fail, masks come late,
+and the pool is resized. Each episode runs at overlap depth 0 and 1; each answer is
 compared with the sequential oracle, and at the end everything must be free.
 
 `--steps N` gives the state machine of machine.py N commands instead.
@@ -41,6 +42,9 @@ class Result(NamedTuple):
     num_swaps: int
     num_hit_tokens: int
     num_copies: int
+    num_deferrals: int
+    num_forced_tokens: int
+    num_scores: int
     steps_crc: int  # of all StepInputs, encoded
 
 
@@ -51,6 +55,8 @@ class Arrival(NamedTuple):
     priority: int
     cache_salt: str
     session_id: str
+    grammar: int | None
+    wants_progress: bool
     sampling: dict[str, Any]
     ends_after: int  # committed tokens after which it is cancelled, -1 = never
 
@@ -61,13 +67,18 @@ def draw_arrival(rng: random.Random, max_num_tokens: int) -> Arrival:
     shared = [rng.randrange(3)] * rng.randint(0, num_prompt_tokens)
     own = [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens - len(shared))]
     sampling: dict[str, Any] = {"stop_token_ids": rng.choice(([], [], [5, 6]))}
-    kind = rng.random()
+    kind, grammar = rng.random(), None
+    if rng.random() < 0.1:
+        sampling["prompt_logprobs"] = rng.choice((0, 2))
     if kind < 0.1:
         sampling |= {"use_beam_search": True, **rng.choice(BEAMS)}
     else:
         sampling["temperature"] = rng.choice((0.0, 1.0))
-        sampling["min_tokens"] = rng.choice((0, 0, min(3, max_tokens)))
-        if kind < 0.3:
+        if kind > 0.8:
+            grammar = rng.randrange(1000)
+        else:
+            sampling["min_tokens"] = rng.choice((0, 0, min(3, max_tokens)))
+        if kind < 0.3 or kind > 0.95:
             sampling |= rng.choice(SEVERAL)
     return Arrival(
         prompt_token_ids=shared + own,
@@ -76,6 +87,8 @@ def draw_arrival(rng: random.Random, max_num_tokens: int) -> Arrival:
         priority=rng.choice((0, 0, 0, 1)),
         cache_salt=rng.choice(("", "", "tenant")),
         session_id=rng.choice(("", "", "a", "b")),
+        grammar=grammar,
+        wants_progress=rng.random() < 0.2,
         sampling=sampling,
         ends_after=rng.randint(0, max_tokens) if rng.random() < 0.15 else -1,
     )
@@ -107,7 +120,9 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
         min_lookahead=rng.choice((0, 0, 0, 0, 0, 4)),
         vocab_size=rng.choice((VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE, 3)),
         answers_at_once=rng.choice((3, 1000)),
-        check_every=50,
+        masks_are_late=rng.random() < 0.5,
+        forces=rng.choice(("never", "sometimes", "always")),
+        check_every=100,
     )
     arrivals = [draw_arrival(rng, max_num_tokens) for _ in range(num_requests)]
     steps_crc = _Episode(harness, arrivals, rng.choice((1, 8, 40)), rng).run()
@@ -119,6 +134,9 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
         scheduler.num_swaps,
         scheduler.num_prefix_hit_tokens,
         sum(harness.runner.memory.num_copies.values()),
+        harness.runner.num_deferrals,
+        harness.grammars.num_forced,
+        sum(map(len, harness.scores.values())),
         steps_crc,
     )
 
@@ -147,17 +165,22 @@ class _Episode:
     def run(self) -> int:
         """Returns the CRC-32 of all steps."""
         harness, steps_crc = self.harness, 0
-        while self.pending or harness.scheduler.has_work or harness.scheduler.is_busy:
-            while self.pending and harness.scheduler.num_waiting < self.num_at_once:
+        scheduler = harness.scheduler
+        while self.pending or scheduler.has_work or scheduler.is_busy or scheduler.num_paused:
+            while self.pending and scheduler.num_waiting < self.num_at_once:
                 self._add(self.pending.pop())
             self._end_some()
+            if self.rng.random() < 0.1:
+                self._pause_or_resume()
+            if harness.grammars.due and self.rng.random() < 0.7:
+                harness.make_masks(self.rng.randint(1, 4))
             if self.rng.random() < 0.05:
                 self._disturb()
             harness.fill()
             if harness.in_flight:
                 steps_crc = zlib.crc32(encode_step(harness.in_flight[0]), steps_crc)
                 harness.commit()
-            elif harness.scheduler.has_answers:
+            elif scheduler.has_answers:
                 harness.take_answers()
             elif harness.store is not None:
                 harness.deliver()
@@ -192,6 +215,13 @@ class _Episode:
                     output = sequence.output_token_ids  # STOP, but not where the oracle stops
                     assert output == harness.oracle(sequence)[: len(output)]
                     self.sequences.remove(sequence)
+
+    def _pause_or_resume(self) -> None:
+        paused = list(self.harness.scheduler._roster.paused)
+        if self.harness.live and self.rng.random() < 0.4:
+            self.harness.pause(self.rng.choice(list(self.harness.live)))
+        elif paused:
+            self.harness.resume(self.rng.choice(paused).sequences[0])
 
     def _disturb(self) -> None:
         rng, harness = self.rng, self.harness
@@ -235,7 +265,8 @@ def main() -> None:
             totals = [total + number for total, number in zip(totals, result[:-1], strict=True)]
     print(
         f"{totals[0] // 2} requests at depths 0 and 1: {totals[1]} steps, {totals[2]} preemptions "
-        f"({totals[3]} swaps), {totals[4]} prefix hit tokens, {totals[5]} copies; "
+        f"({totals[3]} swaps), {totals[4]} prefix hit tokens, {totals[5]} copies, "
+        f"{totals[6]} deferrals, {totals[7]} forced tokens, {totals[8]} scores; "
         "all answers equal the oracle's"
     )
 

@@ -1,6 +1,7 @@
 """The test double itself: it must see each kind of wrong step."""
 
 import threading
+from collections.abc import Iterable
 
 import pytest
 from core.harness import Harness
@@ -21,10 +22,24 @@ VOCAB_SIZE = 20
 PROMPT = [1, 2, 3]
 
 
-def row_added(row: int, token_ids: list[int], block_ids: list[int], **sampling) -> RowAdded:
-    params = SamplingParams(**{"temperature": 0.0, **sampling})
+def row_added(
+    row: int,
+    token_ids: list[int],
+    block_ids: list[int],
+    *,
+    mask_slots: tuple[int, ...] = (),
+    bad_words: Iterable[list[int]] = (),
+    **sampling,
+) -> RowAdded:
     request = Request(
-        request_id="r", model="m", prompt_token_ids=(), sampling=params, seed=1, max_tokens=1
+        request_id="r",
+        model="m",
+        prompt_token_ids=(),
+        sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
+        seed=1,
+        max_tokens=1,
+        mask_slots=mask_slots,
+        bad_words=tuple(tuple(word) for word in bad_words),
     )
     return RowAdded(
         row=row,

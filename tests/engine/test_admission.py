@@ -25,6 +25,7 @@ from engine.support import (
 )
 
 from streamkv.config import EngineConfig
+from streamkv.engine.admission import bad_word_tokens
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.errors import (
     CapacityError,
@@ -400,3 +401,74 @@ def test_a_configuration_is_checked_and_overridden():
         AsyncEngine("a", max_num_seqs=0)
     with pytest.raises(ConfigError, match="got max_num_seq$"):
         AsyncEngine("a", max_num_seq=1)
+
+
+def test_of_a_long_prompt_its_last_tokens_are_kept_where_that_is_wanted():
+    runner = make_runner()
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+
+            async def kept(prompt, **params) -> list[int]:
+                stream = engine.generate(prompt, greedy(max_tokens=9, **params))
+                (completion,) = await stream.collect()
+                token_ids = list(stream.prompt_token_ids)
+                assert list(completion.token_ids) == oracle(runner, token_ids, 9)
+                assert stream.usage.num_prompt_tokens == len(token_ids)
+                return token_ids
+
+            ids = [i % 60 for i in range(400)]
+            text = "the fox and the dog " * 300
+            assert await kept(ids, truncate_prompt_tokens=3) == ids[-3:]
+            assert await kept(ids[:5], truncate_prompt_tokens=7) == ids[:5]
+            assert await kept(ids, truncate_prompt_tokens=-1) == ids[-119:]  # 128 less the answer
+            assert await kept(ids, truncate_prompt_tokens=-1, min_tokens=9) == ids[-119:]
+            assert await kept(text, truncate_prompt_tokens=20) == TOKENIZER.encode(text)[-20:]
+            assert await kept("the fox", truncate_prompt_tokens=99) == TOKENIZER.encode("the fox")
+            with pytest.raises(ContextLengthError, match="prompt: expected at most 127 tokens"):
+                await kept(ids, truncate_prompt_tokens=300)
+            with pytest.raises(InvalidRequestError, match="lone surrogate"):
+                await kept("\ud800", truncate_prompt_tokens=3)
+
+    run(main)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_words_that_must_not_be_are_not_written_and_no_tokens_but_those_that_may_be(
+    async_scheduling,
+):
+    runner = make_runner(vocab_size=VOCAB_SIZE, max_model_len=500, num_blocks=200)
+    word, allowed = TOKENIZER.encode("the")[0], TOKENIZER.encode("the quick brown fox")
+
+    async def main() -> None:
+        async with make_engine(runner, async_scheduling=async_scheduling) as engine:
+            bad_words = [TOKENIZER.decode([token_id]) for token_id in range(70, 120)]
+            params = greedy(max_tokens=90, bad_words=bad_words)
+            (answer,) = await engine.generate([1], params).collect()
+            banned = [list(ids) for ids in bad_word_tokens(bad_words, TOKENIZER)]
+            assert list(answer.token_ids) == oracle(runner, [1], 90, bad_words=banned)
+            assert word not in answer.token_ids
+            params = greedy(max_tokens=90, allowed_token_ids=allowed)
+            (answer,) = await engine.generate([1], params).collect()
+            assert list(answer.token_ids) == oracle(runner, [1], 90, allowed=set(allowed))
+            for field in ("allowed_token_ids", "bad_words"):
+                values = {"allowed_token_ids": [9999], "bad_words": [TOKENIZER.decode([338])]}
+                if field == "bad_words":
+                    engine._reception._info = msgspec.structs.replace(runner.info, vocab_size=300)
+                with pytest.raises(InvalidRequestError, match=f"^{field}: ") as raised:
+                    await engine.generate([1], greedy(**{field: values[field]})).collect()
+                assert raised.value.param == field
+
+    run(main)
+
+
+def test_a_bad_word_is_written_with_a_space_before_it_or_without():
+    def texts(*words: str) -> list[str]:
+        return [TOKENIZER.decode(ids) for ids in bad_word_tokens(words, TOKENIZER)]
+
+    assert texts("fox") == ["fox", " fox"]
+    assert texts(" fox", "fox") == ["fox", " fox"]
+    assert texts(" ") == [" ", "  "]
+    assert texts("the dog", "é") == ["the dog", " the dog", "é", " é"]
+    long = [f"word {i}" for i in range(100)]  # tokenized in a thread
+    assert texts(*long) == [text for word in long for text in (word, f" {word}")]

@@ -12,7 +12,7 @@ from engine.support import CountingLoop, run, until
 
 from streamkv._cpu import Channel, KvCache, Team
 from streamkv._cpu import Runner as StepRunner
-from streamkv.engine import device_thread
+from streamkv.engine import threads as engine_threads
 from streamkv.engine.device_thread import DeviceThread
 from streamkv.errors import EngineDeadError, ModelLoadError
 from streamkv.protocol import RunnerInfo, StepInput, StepOutput
@@ -271,7 +271,7 @@ def test_a_thread_whose_event_loop_is_gone_can_be_closed_from_another(loop_facto
 @LOOPS
 @RUNNERS
 def test_a_thread_whose_event_loop_is_gone_ends_by_itself(monkeypatch, loop_factory, make_runner):
-    monkeypatch.setattr(device_thread, "_EXIT_CHECK_S", 0.01)
+    monkeypatch.setattr(engine_threads, "EXIT_CHECK_S", 0.01)
     runner = make_runner()
     threads: list[threading.Thread] = []
 

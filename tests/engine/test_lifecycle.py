@@ -275,7 +275,7 @@ def run_program(program: str) -> None:
 PROGRAM = """\
 import asyncio, threading, time
 from engine.support import greedy, make_engine, make_runner
-from streamkv.engine import device_thread
+from streamkv.engine import threads
 engine = None
 async def begin():
     global engine
@@ -301,15 +301,15 @@ print('ended')
 def test_an_engine_serves_on_in_a_thread_that_outlives_the_main_script():
     """Whatever the idle check sees meanwhile; and once it is closed the process ends."""
     run_program("""
-device_thread._EXIT_CHECK_S = 0.05
-is_abandoned = device_thread.DeviceThread._is_abandoned
-def check(device):
+threads.EXIT_CHECK_S = 0.05
+is_abandoned = threads.is_abandoned
+def check(loop):
     if not threading.main_thread().is_alive():
-        verdicts.append(is_abandoned(device))
+        verdicts.append(is_abandoned(loop))
         return verdicts[-1]
-    return is_abandoned(device)
+    return is_abandoned(loop)
 verdicts = []
-device_thread.DeviceThread._is_abandoned = check
+threads.is_abandoned = check
 async def use():
     while len(verdicts) < 5:  # looked at with the main thread gone, and let live
         await asyncio.sleep(0.01)

@@ -81,8 +81,8 @@ FORGETFUL = """
 import sys, threading
 from engine.support import greedy, make_engine, make_runner
 from streamkv import LLM
-from streamkv.engine import device_thread
-device_thread._EXIT_CHECK_S = 1000.0  # it must not be what ends the program
+from streamkv.engine import threads
+threads.EXIT_CHECK_S = 1000.0  # it must not be what ends the program
 runner = make_runner()
 close = runner.close
 runner.close = lambda: (close(), print("closed", flush=True))

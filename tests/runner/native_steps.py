@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from runner.support import GREEDY
 
-from streamkv._cpu import KvCache, Runner, Team
-from streamkv.protocol import Ask, RowAdded, RowSampling, StepInput, pack_ints
+from streamkv._cpu import KvCache, MaskBoard, Runner, Team
+from streamkv.protocol import MAX_SCORED, Ask, RowAdded, RowSampling, StepInput, pack_ints
 
 NUM_ROWS = 6
 MAX_MODEL_LEN = 50  # the last block of 4 is not full
@@ -24,7 +24,17 @@ def small_cache() -> KvCache:
     return KvCache("float32", NUM_BLOCKS, 2, 1, BLOCK_SIZE, 16, NUM_SLOTS)
 
 
-def native_runner(cache: KvCache | None = None, num_threads: int = 2) -> Runner:
+def mask_board() -> MaskBoard:
+    """With a slot for each row."""
+    board = MaskBoard(VOCAB_SIZE)
+    assert [board.add() for _ in range(NUM_ROWS)] == [*range(NUM_ROWS)]
+    return board
+
+
+def native_runner(
+    cache: KvCache | None = None, num_threads: int = 2, masks: MaskBoard | None = None
+) -> Runner:
+    """It waits for no mask."""
     return Runner(
         None,
         Team(num_threads),
@@ -34,6 +44,8 @@ def native_runner(cache: KvCache | None = None, num_threads: int = 2) -> Runner:
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
         max_tokens=MAX_TOKENS,
+        max_scored=MAX_SCORED,
+        masks=masks,
     )
 
 
@@ -60,6 +72,9 @@ class _Running:
     num_tokens: int
     num_computed: int
     num_blocks: int
+    num_prompt_tokens: int
+    is_scored: bool
+    deferred_at: int = -1
 
 
 @dataclass
@@ -67,6 +82,7 @@ class RandomSteps:
     """Steps as a scheduler could send them, and some that only the protocol allows."""
 
     rng: random.Random
+    has_masks: bool = False  # each row has its slot of `mask_board`
     running: dict[int, _Running] = field(default_factory=dict)
     step_id: int = 0
 
@@ -78,11 +94,14 @@ class RandomSteps:
         added = [self.add(row) for row in free if self.rng.random() < 0.3]
         appended: list[tuple[int, int]] = []
         scheduled: list[tuple[int, ...]] = []
-        num_tokens = 0
+        num_tokens = num_scored = 0
         for row in self.rng.sample(list(self.running), len(self.running)):
             if self.rng.random() < 0.8:
                 one = self._schedule(row, MAX_TOKENS - num_tokens, appended)
                 num_tokens += sum(entry[2] for entry in one)
+                if self.running[row].is_scored and num_scored + sum(e[2] for e in one) < MAX_SCORED:
+                    one = [(*entry[:3], entry[3] | Ask.SCORE) for entry in one]
+                    num_scored += sum(entry[2] for entry in one)
                 scheduled += one
         self.step_id += 1
         return make_step(self.step_id, scheduled, removed=removed, added=added, appended=appended)
@@ -91,20 +110,33 @@ class RandomSteps:
         rng = self.rng
         num_tokens = rng.randrange(1, 25)
         num_blocks = -(-num_tokens // BLOCK_SIZE) + rng.randrange(2)
-        self.running[row] = _Running(num_tokens, 0, num_blocks)
+        num_prompt_tokens = rng.randrange(1, num_tokens + 1)
+        sampling = self.sampling(row if self.has_masks else -1)
+        is_scored = sampling.num_prompt_logprobs >= 0
+        self.running[row] = _Running(num_tokens, 0, num_blocks, num_prompt_tokens, is_scored)
         return RowAdded(
             row=row,
-            num_prompt_tokens=rng.randrange(1, num_tokens + 1),
+            num_prompt_tokens=num_prompt_tokens,
             token_ids=pack_ints(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)),
             block_ids=pack_ints(rng.randrange(NUM_BLOCKS) for _ in range(num_blocks)),
-            sampling=self.sampling(),
+            sampling=sampling,
         )
+
+    def defer(self, row: int, position: int) -> None:
+        """The step made last gave it no token for that position; maybe an earlier one did not
+        either. Later steps go on as if it had, and sooner or later one asks again."""
+        state = self.running[row]
+        if state.deferred_at < 0:
+            state.deferred_at = position
 
     def _schedule(
         self, row: int, budget: int, appended: list[tuple[int, int]]
     ) -> list[tuple[int, ...]]:
         """The next tokens of a row, all or a few, if there are any and they fit."""
         rng, state = self.rng, self.running[row]
+        if state.deferred_at >= 0 and rng.random() < 0.6:
+            state.num_tokens, state.num_computed = state.deferred_at, state.deferred_at - 1
+            state.deferred_at = -1
         start = state.num_computed
         left = min(min(state.num_tokens, MAX_MODEL_LEN) - start, budget)
         if left <= 0:
@@ -118,7 +150,7 @@ class RandomSteps:
         state.num_tokens += asks
         return [(row, start, end - start, Ask.SAMPLE if asks else Ask.NONE)]
 
-    def sampling(self) -> RowSampling:
+    def sampling(self, slot: int = -1) -> RowSampling:
         rng = self.rng
         bias_ids = rng.sample(range(VOCAB_SIZE + 5), rng.choice([0, 0, 3]))
         return RowSampling(
@@ -138,4 +170,8 @@ class RandomSteps:
             ),
             bias_ids=pack_ints(bias_ids),
             bias_values=array("f", (rng.uniform(-5, 5) for _ in bias_ids)).tobytes(),
+            allowed_ids=pack_ints(rng.choice([(), (), range(3, VOCAB_SIZE + 7, 2), (7, 9)])),
+            bad_words=pack_ints(rng.choice([(), (), (1, 5, 2, 7, 9), (3, 1, 2, VOCAB_SIZE)])),
+            mask_slot=slot if rng.random() < 0.6 else -1,
+            num_prompt_logprobs=rng.choice([-1, 0, 2]),
         )

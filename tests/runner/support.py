@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from drive import request
+from msgspec import structs
 
 from streamkv.protocol import RowAdded, RowSampling, StepInput, pack_ints
 
@@ -85,13 +87,29 @@ GREEDY = RowSampling(
 )
 
 
+def mask_words(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """A grammar's mask that allows these: int32 words, token i is bit i % 32 of word i // 32."""
+    words = [0] * -(-vocab_size // 32)
+    for token_id in token_ids:
+        words[token_id // 32] |= 1 << token_id % 32
+    return np.array(words, np.uint32).view(np.int32)
+
+
+def row_added(
+    row: int, tokens: Sequence[int], blocks: Iterable[int], num_prompt_tokens: int, **sampling
+) -> RowAdded:
+    """Greedy unless `sampling` says otherwise."""
+    fields = structs.replace(GREEDY, **sampling)
+    return RowAdded(row, num_prompt_tokens, pack_ints(tokens), pack_ints(blocks), fields)
+
+
 def step(step_id: int, scheduled=(), *, removed=(), added=(), appended=(), copies=()) -> StepInput:
+    """`added`: RowAdded, or (row, token ids, block ids) of a greedy row."""
     return StepInput(
         step_id=step_id,
         removed=pack_ints(removed),
         added=tuple(
-            RowAdded(row, len(tokens), pack_ints(tokens), pack_ints(blocks), GREEDY)
-            for row, tokens, blocks in added
+            one if isinstance(one, RowAdded) else row_added(*one, len(one[1])) for one in added
         ),
         appended=pack_ints(value for pair in appended for value in pair),
         scheduled=pack_ints(value for entry in scheduled for value in entry),

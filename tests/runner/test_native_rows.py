@@ -20,8 +20,10 @@ from runner.native_steps import (
     VOCAB_SIZE,
     RandomSteps,
     make_step,
+    mask_board,
     native_runner,
 )
+from runner.support import mask_words
 
 from streamkv.protocol import (
     RowAdded,
@@ -30,8 +32,10 @@ from streamkv.protocol import (
     pack_ints,
     unpack_ints,
 )
+from streamkv.runner.asks import Asking
 from streamkv.runner.rows import Rows
-from streamkv.runner.sampler import Sampled, sample
+from streamkv.runner.sampler import score
+from streamkv.runner.torch_sampling import SampledRows, sample_rows
 from streamkv.step_bytes import decode_output, encode_step
 
 BATCH_FIELDS = (
@@ -45,7 +49,7 @@ BATCH_FIELDS = (
 )
 
 
-def python_rows() -> Rows:
+def python_rows(has_mask=lambda slot: False) -> Rows:
     return Rows(
         num_rows=NUM_ROWS,
         max_model_len=MAX_MODEL_LEN,
@@ -53,6 +57,7 @@ def python_rows() -> Rows:
         num_blocks=NUM_BLOCKS,
         vocab_size=VOCAB_SIZE,
         num_host_slots=NUM_SLOTS,
+        has_mask=has_mask,
     )
 
 
@@ -69,45 +74,63 @@ def random_logits(num_rows: int, rng: random.Random) -> np.ndarray:
 
 
 class Pair:
-    """A native runner and the rows in Python, given the same steps."""
+    """A native runner and the rows in Python, given the same steps and the same masks."""
 
     def __init__(self) -> None:
-        self.native = native_runner()
-        self.python = python_rows()
+        self.masks = mask_board()
+        self.native = native_runner(masks=self.masks)
+        self.python = python_rows(self.masks.has)
 
     def run(self, step: StepInput, rng: random.Random, *, fails: bool = False) -> StepOutput:
         """`fails`: the forward pass does."""
         batch = self.native.prepare(encode_step(step))
         self.python.apply(step)
         scheduled = np.frombuffer(step.scheduled, np.int32).reshape(-1, 4)
-        asking = self.python.asking(scheduled)
-        logits = random_logits(len(asking.rows), rng)
         if not len(scheduled):
             assert batch is None
-            return decode_output(self.native.sample(logits))
+            return decode_output(self.native.sample(random_logits(0, rng)))
         expected = self.python.batch(scheduled)
+        asking, scoring = self.python.asking, self.python.scoring
         for name in BATCH_FIELDS:
             got = np.asarray(getattr(batch, name))
             assert got.dtype == np.int32
             np.testing.assert_array_equal(got, getattr(expected, name), err_msg=name)
+        num_asking = len(asking.rows)
+        logits = random_logits(num_asking + len(scoring.token_ids), rng)
         if fails:
-            self.python.keep(asking, np.zeros(len(asking.rows), np.int32))
+            self.python.keep(asking, np.zeros(num_asking, np.int32), np.zeros(0, np.int32))
             return decode_output(self.native.fail("told to fail"))
+        self.publish_some(asking, rng)
         output = decode_output(self.native.sample(logits))
-        sampled = Sampled.none()
-        if len(asking.rows):
-            sampled = sample(torch.from_numpy(logits), self.python.sampling_batch(asking))
-            self.python.keep(asking, sampled.token_ids)
+        sampled = sample_rows(torch.from_numpy(logits[:num_asking]), self.python, self.masks, 0.0)
+        self.python.keep(asking, sampled.token_ids, sampled.deferred)
         check_sampled(output, sampled)
+        scored = torch.from_numpy(logits[num_asking:])
+        check_logprobs(output.scored, score(scored, scoring.token_ids, scoring.num_logprobs))
         return output
 
+    def publish_some(self, asking: Asking, rng: random.Random) -> None:
+        """Nearly all masks, some of them of another token's."""
+        for position, slot in zip(
+            asking.positions.tolist(), asking.mask_slots.tolist(), strict=True
+        ):
+            if slot >= 0 and rng.random() < 0.85:
+                allowed = rng.sample(range(VOCAB_SIZE), rng.choice([1, 5, VOCAB_SIZE]))
+                self.masks.words(slot)[:] = memoryview(mask_words(allowed, VOCAB_SIZE))
+                self.masks.publish(slot, position - (rng.random() < 0.1))
 
-def check_sampled(output: StepOutput, expected: Sampled) -> None:
+
+def check_sampled(output: StepOutput, expected: SampledRows) -> None:
     assert output.error == ""
     assert [*unpack_ints(output.sampled)] == expected.token_ids.tolist()
     assert [*unpack_ints(output.failed)] == expected.failed.tolist()
-    assert len(output.logprobs) == len(expected.logprobs)
-    for got, wanted in zip(output.logprobs, expected.logprobs, strict=True):
+    assert [*unpack_ints(output.deferred)] == expected.deferred.tolist()
+    check_logprobs(output.logprobs, expected.logprobs)
+
+
+def check_logprobs(found, expected) -> None:
+    assert len(found) == len(expected)
+    for got, wanted in zip(found, expected, strict=True):
         assert (got is None) == (wanted is None)
         if got is not None and wanted is not None:
             assert (got.rank, got.top_ids) == (wanted.rank, wanted.top_ids)
@@ -122,14 +145,21 @@ def check_sampled(output: StepOutput, expected: Sampled) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_batches_and_tokens_are_those_of_the_rows_in_python(seed):
     rng = random.Random(seed)
-    pair, steps = Pair(), RandomSteps(rng)
-    num_sampled = 0
-    for _ in range(100):
+    pair, steps = Pair(), RandomSteps(rng, has_masks=True)
+    num_sampled = num_scored = num_deferred = num_void = 0
+    for _ in range(150):
         step = steps.next()
         output = pair.run(step, rng, fails=rng.random() < 0.03)
         assert output.step_id == step.step_id
+        asking = pair.python.asking
+        for place in unpack_ints(output.deferred):
+            steps.defer(int(asking.rows[place]), int(asking.positions[place]))
+            num_void += bool(asking.is_void[place])
+        num_deferred += len(output.deferred) // 4
         num_sampled += len(output.sampled) // 4
-    assert num_sampled > 50
+        num_scored += len(output.scored)
+    assert num_sampled - num_deferred > 50 and num_scored > 100
+    assert num_deferred > num_void > 5
 
 
 def test_what_one_step_samples_the_next_one_reads_also_after_a_failure():
@@ -142,6 +172,17 @@ def test_what_one_step_samples_the_next_one_reads_also_after_a_failure():
 
 
 # --- what breaks the protocol -------------------------------------------------------------------
+
+
+def row_with(**fields) -> RowAdded:
+    sampling = msgspec.structs.replace(GREEDY, **fields)
+    return RowAdded(1, 1, pack_ints([1]), pack_ints([0]), sampling)
+
+
+def scored_row(row: int, num_tokens: int) -> RowAdded:
+    sampling = msgspec.structs.replace(GREEDY, num_prompt_logprobs=0)
+    return RowAdded(row, num_tokens, pack_ints([4] * num_tokens), pack_ints(range(10)), sampling)
+
 
 FIRST = make_step(0, added=[(0, [1, 2, 3], [6])])
 BAD_STEPS = [
@@ -169,6 +210,23 @@ BAD_STEPS = [
     (make_step(1, copies=[(9, 2, 12, 0)]), "copy 9: source: expected a host slot below 12, got 12"),
     (make_step(1, copies=[(9, 2, -1, 0)]), "copy 9: source: expected a host slot below 12, got -1"),
     (make_step(1, copies=[(9, 2, 0, 200)]), "copy 9: target: expected a block below 200, got 200"),
+    (make_step(1, [(0, 0, 3, 4)]), "row 0: expected to ask 0 to 3, got 4"),
+    (make_step(1, [(0, 0, 3, -1)]), "row 0: expected to ask 0 to 3, got -1"),
+    (make_step(1, [(0, 0, 3, 2)]), "row 0 asks for scores: expected num_prompt_logprobs from 0"),
+    (
+        make_step(1, [(1, 0, 40, 2), (2, 0, 30, 3)], added=[scored_row(1, 40), scored_row(2, 30)]),
+        "expected at most 64 tokens of prompts to score in a step, got 68",
+    ),
+    (make_step(1, added=[row_with(mask_slot=0)]), "row 1: expected a slot that is on the mask boa"),
+    (make_step(1, added=[row_with(mask_slot=-2)]), "is on the mask board, got -2"),
+    (
+        make_step(1, added=[row_with(bad_words=pack_ints([1, 5, 3, 6, 7]))]),
+        "row 1: bad words: expected 1 to 2 tokens at 2, got 3",
+    ),
+    (
+        make_step(1, added=[row_with(bad_words=pack_ints([1, 5, 0]))]),
+        "row 1: bad words: expected 1 to 0 tokens at 2, got 0",
+    ),
     (make_step(1, copies=[(-1, 0, 0, 0)]), "copies: expected numbers from 0, got -1"),
     (make_step(1, copies=[(9, 3, 0, 0)]), "copy 9: expected a kind of 0 to 2, got 3"),
     (make_step(1, copies=[(9, -1, 0, 0)]), "copy 9: expected a kind of 0 to 2, got -1"),
@@ -239,6 +297,7 @@ def test_what_would_be_a_wild_read_in_native_code_is_an_error(bad, message):
         ("top_k", -1),
         ("min_tokens", -1),
         ("num_logprobs", -2),
+        ("num_prompt_logprobs", -2),
         ("bias_values", array("f", [math.nan]).tobytes()),
     ],
 )

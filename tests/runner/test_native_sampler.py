@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from isas import distinct_isas
+from runner.support import mask_words
 
 from streamkv import _cpu
 from streamkv.protocol import Ask, RowAdded, RowSampling, StepInput
@@ -46,6 +47,9 @@ def row(token_ids=(0,), num_prompt_tokens=None, **fields) -> dict:
         "min_tokens_stop_ids": [],
         "bias_ids": [],
         "bias_values": [],
+        "allowed_ids": [],
+        "bad_words": [],
+        "mask": [],  # the words of a grammar's, or none
         "token_ids": list(token_ids),
         "num_prompt_tokens": prompt,
     } | fields
@@ -68,14 +72,19 @@ def sampling_batch(rows: list[dict], vocab_size: int) -> SamplingBatch:
         block_size=longest,
         num_blocks=1,
         vocab_size=vocab_size,
+        has_mask=lambda slot: True,
     )
     added = []
     for index, fields in enumerate(rows):
-        values = {name: fields[name] for name in RowSampling.__struct_fields__}
+        slot = index if len(fields["mask"]) else -1
+        named = fields | {"mask_slot": slot, "num_prompt_logprobs": -1}
+        values = {name: named[name] for name in RowSampling.__struct_fields__}
         for name, dtype in (
             ("min_tokens_stop_ids", np.int32),
             ("bias_ids", np.int32),
             ("bias_values", np.float32),
+            ("allowed_ids", np.int32),
+            ("bad_words", np.int32),
         ):
             values[name] = np.array(values[name], dtype).tobytes()
         tokens = np.array(fields["token_ids"], np.int32).tobytes()
@@ -88,7 +97,10 @@ def sampling_batch(rows: list[dict], vocab_size: int) -> SamplingBatch:
     scheduled = [
         (index, 0, len(fields["token_ids"]), Ask.SAMPLE) for index, fields in enumerate(rows)
     ]
-    return device_rows.sampling_batch(device_rows.asking(np.array(scheduled, np.int32)))
+    device_rows.batch(np.array(scheduled, np.int32))
+    return device_rows.sampling_batch(
+        device_rows.asking, lambda slot: np.array(rows[slot]["mask"], np.int32).view(np.uint32)
+    )
 
 
 def neighbours(logits: np.ndarray, fields: dict) -> set[int]:
@@ -166,10 +178,11 @@ def random_row(generator: np.random.Generator, vocab_size: int) -> dict:
 
     length = int(generator.integers(1, 40))
     num_edits = min(4, vocab_size - 1)
+    tokens = generator.integers(0, min(vocab_size, 30), length).tolist()
     bias_ids = generator.choice(vocab_size, num_edits, replace=False).tolist()
     stop_ids = generator.choice(vocab_size, num_edits, replace=False).tolist()
     return row(
-        token_ids=generator.integers(0, min(vocab_size, 30), length).tolist(),
+        token_ids=tokens,
         num_prompt_tokens=int(generator.integers(0, length + 1)),
         temperature=float(generator.choice([0.0, 1e-5, 0.01, 0.7, 1.0, 1.5, 100.0])),
         top_p=maybe(float(generator.choice([1e-9, 0.1, 0.5, 0.9, 0.999])), 1.0),
@@ -185,7 +198,26 @@ def random_row(generator: np.random.Generator, vocab_size: int) -> dict:
         min_tokens_stop_ids=stop_ids,
         bias_ids=maybe(bias_ids, []),
         bias_values=generator.uniform(-100, 100, num_edits).tolist(),
+        allowed_ids=maybe(some_tokens(generator, vocab_size), []),
+        bad_words=maybe(some_words(generator, vocab_size, tokens), []),
+        mask=maybe(mask_words(some_tokens(generator, vocab_size), vocab_size).tolist(), []),
     )
+
+
+def some_tokens(generator: np.random.Generator, vocab_size: int) -> list[int]:
+    """None, a few, most, all but a few, all."""
+    share = generator.choice([0.0, 3 / vocab_size, 0.05, 0.5, 0.999, 1.0])
+    return np.flatnonzero(generator.random(vocab_size) < share).tolist()
+
+
+def some_words(generator: np.random.Generator, vocab_size: int, token_ids: list[int]) -> list[int]:
+    """Words that the text ends with all but their last token of, and others."""
+    packed: list[int] = []
+    for _ in range(6):
+        length = int(generator.integers(0, 4))
+        before = token_ids[len(token_ids) - length :] if generator.random() < 0.7 else [0] * length
+        packed += [len(before) + 1, *before, int(generator.integers(vocab_size))]
+    return packed
 
 
 def matching_biases(fields: dict) -> dict:
@@ -378,6 +410,10 @@ def test_wrong_rows_are_refused():
         (row(bias_ids=[-1], bias_values=[1.0]), "bias_ids: expected 0 .. 9, got -1"),
         (row(bias_ids=[1]), "a bias value for each id"),
         (row(num_prompt_tokens=2), "num_prompt_tokens: expected 0 .. 1, got 2"),
+        (row(bad_words=[1, 10]), "bad_words: expected 0 .. 9, got 10"),
+        (row(bad_words=[2, 1]), "bad_words: expected 1 to 1 tokens, got 2"),
+        (row(bad_words=[0]), "bad_words: expected 1 to 0 tokens, got 0"),
+        (row(mask=[1, 2]), "mask: expected 1 words, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             native(logits, [fields])

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from runner.support import mask_words
 
-from streamkv.runner.sampler import Edits, SamplingBatch, sample
+from streamkv.runner.sampler import Edits, Masks, SamplingBatch, sample, score
 
 VOCAB_SIZE = 60
 
@@ -23,6 +24,16 @@ def edits(*triples) -> Edits:
     return Edits(
         np.array(rows, np.int64), np.array(token_ids, np.int64), np.array(values, np.float32)
     )
+
+
+def masks(**allowed) -> Masks:
+    """`row3=[5, 6]`: row 3 may get no other token."""
+    words = [mask_words(token_ids, VOCAB_SIZE) for token_ids in allowed.values()]
+    return Masks(np.array([int(name[3:]) for name in allowed]), np.stack(words))
+
+
+def but(*token_ids: int) -> list[int]:
+    return [token_id for token_id in range(VOCAB_SIZE) if token_id not in token_ids]
 
 
 def sampling(num_rows: int, **columns) -> SamplingBatch:
@@ -41,7 +52,7 @@ def sampling(num_rows: int, **columns) -> SamplingBatch:
         added=columns.get("added", Edits.none()),
         repeated=columns.get("repeated", Edits.none()),
         subtracted=columns.get("subtracted", Edits.none()),
-        masked=columns.get("masked", Edits.none()),
+        masks=columns.get("masks", Masks.none()),
     )
 
 
@@ -141,7 +152,7 @@ def test_edits_are_biases_then_repetition_then_the_subtracted_penalties_then_mas
         added=edits((0, 2, 1.5), (0, 4, 9.0)),
         repeated=edits((0, 0, 2.0), (0, 1, 2.0), (0, 2, 2.0), (0, 4, 0.5)),
         subtracted=edits((0, 0, 0.25), (0, 4, -2.0)),
-        masked=edits((0, 4, -math.inf)),
+        masks=Masks(np.array([0]), mask_words([0, 1, 2, 3], 5)[None]),
     )
     # 2 / 2 - 0.25, -2 * 2, (1 + 1.5) / 2, 0.5, masked
     before = logits.clone()
@@ -228,7 +239,55 @@ def test_a_masked_token_stays_masked_whatever_the_penalties(penalty):
         added=edits((0, 7, 100.0)),
         repeated=edits(*((0, token_id, penalty) for token_id in range(VOCAB_SIZE))),
         subtracted=edits((0, 7, -1e6)),
-        masked=edits((0, 7, -math.inf)),
+        masks=masks(row0=but(7)),
     )
     sampled = sample(logits, batch)
     assert sampled.failed.tolist() == [] and sampled.token_ids[0] != 7
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 40}]
+)
+def test_filters_see_what_masks_leave_and_nothing_else(filters):
+    logits = random_logits(1)[0] / 4
+    allowed = [3, 17, 31, 32, 33, 40, 59]
+    expected = {allowed[index] for index in support(logits[allowed], temperature=1.0, **filters)}
+    num_draws = 4000
+    batch = sampling(num_draws, uniforms=np.arange(num_draws) / num_draws, temperature=1.0)
+    words = np.broadcast_to(mask_words(allowed, VOCAB_SIZE), (num_draws, 2))
+    batch = batch._replace(
+        masks=Masks(np.arange(num_draws), np.ascontiguousarray(words)),
+        **{name: np.full(num_draws, value) for name, value in filters.items()},
+    )
+    assert set(sample(logits.expand(num_draws, -1), batch).token_ids.tolist()) == expected
+
+
+def test_masks_of_some_rows_leave_the_others_alone():
+    logits = random_logits(4)
+    columns = {"temperature": 1.0, "uniforms": [0.1, 0.4, 0.7, 0.9], "num_logprobs": 2}
+    free = sample(logits, sampling(4, **columns))
+    held = sample(logits, sampling(4, masks=masks(row1=[5], row3=[6, 7]), **columns))
+    assert held.token_ids[[0, 2]].tolist() == free.token_ids[[0, 2]].tolist()
+    assert held.token_ids[1] == 5 and held.token_ids[3] in (6, 7)
+    assert (held.logprobs[0], held.logprobs[2]) == (free.logprobs[0], free.logprobs[2])
+    raw = logits.log_softmax(dim=-1)
+    assert held.logprobs[1].logprob == pytest.approx(float(raw[1, 5])), "of the raw logits"
+
+
+def test_scores_are_log_probabilities_of_tokens_that_are_known():
+    logits = random_logits(5)
+    logits[3, 8] = math.nan
+    token_ids, counts = np.array([0, 59, 7, 8, 20], np.int32), np.array([0, 3, 60, 2, 1])
+    found = score(logits, token_ids, counts)
+    expected = logits.double().log_softmax(dim=-1)
+    for row in (0, 1, 2, 4):
+        token_id, one = token_ids[row], found[row]
+        assert one.logprob == pytest.approx(float(expected[row, token_id]), abs=1e-5)
+        assert one.rank == 1 + int((expected[row] > expected[row, token_id]).sum())
+        top = expected[row].topk(counts[row])
+        assert np.frombuffer(one.top_ids, np.int32).tolist() == top.indices.tolist()
+        np.testing.assert_allclose(
+            np.frombuffer(one.top_logprobs, np.float32), top.values, atol=1e-5
+        )
+    assert (found[3].rank, found[3].logprob, found[3].top_ids) == (0, 0.0, b"")
+    assert score(logits[:0], token_ids[:0], counts[:0]) == ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import json
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -17,12 +18,20 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
-from fakes import FakeRunner, expected_tokens
+from fakes import FakeMaskBoard, FakeRunner, expected_tokens, fake_logprobs
 from tiny import tiny_tokenizer
 
 from streamkv.config import ServerConfig
 from streamkv.engine.async_engine import AsyncEngine
-from streamkv.protocol import Runner, RunnerInfo, StepInput, StepOutput, pack_ints, unpack_ints
+from streamkv.protocol import (
+    RowAdded,
+    Runner,
+    RunnerInfo,
+    StepInput,
+    StepOutput,
+    pack_ints,
+    unpack_ints,
+)
 from streamkv.server import serving
 from streamkv.text.tokenizer import Tokenizer
 
@@ -49,7 +58,8 @@ class Server:
         self._config = config
         self._times = times
         self._engine_fields = {"model": MODEL, "tokenizer": self.tokenizer, **engine}
-        self._socket = socket.socket()
+        # Of asyncio's connections only those of TCP by name send at once: 40 ms an answer else.
+        self._socket = socket.socket(proto=socket.IPPROTO_TCP)
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(256)
         self.port: int = self._socket.getsockname()[1]
@@ -159,28 +169,34 @@ class Server:
 
 
 class ScriptedRunner:
-    """A model that says the same to everybody: `script`, then its last token for ever."""
+    """A model that says the same to everybody: `script`, then its last token for ever; whatever a
+    grammar allows."""
 
     store = None
-    masks = None
 
     def __init__(self, script: Sequence[int]) -> None:
+        self.masks = FakeMaskBoard(VOCAB_SIZE)
         self._script = script
-        self._num_prompt_tokens: dict[int, int] = {}
+        self._rows: dict[int, RowAdded] = {}
 
     def load(self, progress: Callable[[str, float], None]) -> RunnerInfo:
         return fake_runner().info
 
     def step(self, step: StepInput) -> StepOutput:
-        for added in step.added:
-            self._num_prompt_tokens[added.row] = added.num_prompt_tokens
-        scheduled = unpack_ints(step.scheduled)
-        sampled = [
-            self._script[min(start + count - self._num_prompt_tokens[row], len(self._script) - 1)]
-            for row, start, count, ask in zip(*[iter(scheduled)] * 4, strict=True)
-            if ask
-        ]
-        return StepOutput(step_id=step.step_id, sampled=pack_ints(sampled))
+        self._rows |= {added.row: added for added in step.added}
+        sampled, logprobs = [], []
+        for row, start, count, ask in zip(*[iter(unpack_ints(step.scheduled))] * 4, strict=True):
+            if ask:
+                place = start + count - self._rows[row].num_prompt_tokens
+                sampled.append(self._script[min(place, len(self._script) - 1)])
+                num_logprobs = self._rows[row].sampling.num_logprobs
+                logprobs.append(fake_logprobs(sampled[-1], max(num_logprobs, 0), VOCAB_SIZE))
+        return StepOutput(
+            step_id=step.step_id,
+            sampled=pack_ints(sampled),
+            logprobs=tuple(logprobs),
+            copies_done=pack_ints(unpack_ints(step.copies)[::4]),
+        )
 
     def close(self) -> None:
         pass
@@ -194,6 +210,12 @@ def fake_runner(**options: Any) -> FakeRunner:
         "block_size": 16,
     }
     return FakeRunner(**(defaults | options))
+
+
+def read_events(body: str) -> list[Any]:
+    """The data of a stream's events; [DONE] as a string."""
+    data = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
 @contextmanager

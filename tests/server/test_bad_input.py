@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 from server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Server, fake_runner, serve
+from server.test_fields import WORKS
 
 from streamkv.server.chat import NOT_HONOURED as CHAT_NOT_HONOURED
 from streamkv.server.chat import ChatRequest
@@ -39,6 +40,19 @@ def said(**message: Any) -> dict[str, Any]:
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+JSON_OBJECT = {"type": "json_object"}
+MODE = "tool_choice.allowed_tools.mode"
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, name: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name)]}}
+
 
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 
@@ -104,25 +118,86 @@ CASES = [
     (CHAT, chat(stream_options=True), 400, "stream_options"),
     (CHAT, chat(priority=2**40), 400, "priority"),
     (CHAT, chat(request_id=""), 400, "request_id"),
-    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools[0].function"),
+    (CHAT, chat(tools=[{"type": "function", "function": {}}]), 400, "tools[0].function.name"),
+    (CHAT, chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), 400, "tools[0].type"),
+    (CHAT, chat(tools=[TOOL] * 1025), 400, "tools"),
+    (CHAT, chat(tools=[TOOL], tool_choice="always"), 400, "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice={"type": "function"}), 400, "tool_choice.function"),
+    (CHAT, chat(tools=[TOOL], tool_choice=named("g")), 400, "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice=allowed("auto", "g")), 400, "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice=allowed("never", "f")), 400, MODE),
+    (CHAT, chat(tool_choice=named("f")), 400, "tool_choice"),
+    (CHAT, chat(tool_choice={"type": "custom", "custom": {"name": "f"}}), 400, "tool_choice.type"),
     (CHAT, chat(tool_choice="required"), 400, "tool_choice"),
     (CHAT, chat(functions=[{"name": "f"}]), 400, "functions"),
-    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
+    (CHAT, chat(function_call={"name": "f"}), 400, "function_call"),
+    (CHAT, chat(response_format={}), 400, "response_format.type"),
+    (CHAT, chat(response_format="json"), 400, "response_format"),
+    (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type"),
+    (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
+    (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {"name": 1}}),
+        400,
+        "response_format.json_schema.name",
+    ),
+    (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": [1]}}),
+        400,
+        "response_format",
+    ),
+    (CHAT, chat(response_format={"type": "structural_tag"}), 400, "response_format"),
     (CHAT, chat(audio={"voice": "x"}), 400, "audio"),
     (CHAT, chat(modalities=["text", "audio"]), 400, "modalities"),
     (CHAT, chat(prediction={"type": "content"}), 400, "prediction"),
     (CHAT, chat(web_search_options={}), 400, "web_search_options"),
-    (CHAT, chat(reasoning_effort="high"), 400, "reasoning_effort"),
-    (CHAT, chat(prompt_logprobs=1), 400, "prompt_logprobs"),
-    (CHAT, chat(structured_outputs={"regex": "a"}), 400, "structured_outputs"),
+    (CHAT, chat(reasoning_effort="much"), 400, "reasoning_effort"),
+    (CHAT, chat(prompt_logprobs=21), 400, "prompt_logprobs"),
+    (CHAT, chat(prompt_logprobs=-1), 400, "prompt_logprobs"),
+    (CHAT, chat(structured_outputs={}), 400, "structured_outputs"),
+    (CHAT, chat(structured_outputs={"regex": 3}), 400, "structured_outputs.regex"),
+    (CHAT, chat(structured_outputs={"regex": "a", "choice": ["a"]}), 400, "structured_outputs"),
+    (CHAT, chat(structured_outputs={"regex": "("}), 400, "structured_outputs"),
+    (CHAT, chat(structured_outputs={"choice": []}), 400, "structured_outputs"),
+    (CHAT, chat(structured_outputs={"grammar": "start: nothing"}), 400, "structured_outputs"),
+    (CHAT, chat(structured_outputs={"json": "{"}), 400, "structured_outputs"),
+    (CHAT, chat(guided_regex="("), 400, "guided_regex"),
+    (CHAT, chat(guided_json={"type": "x"}), 400, "guided_json"),
+    (CHAT, chat(guided_regex="a", guided_choice=["a"]), 400, "guided_choice"),
+    (CHAT, chat(guided_regex="a", response_format=JSON_OBJECT), 400, "guided_regex"),
+    (CHAT, chat(response_format=JSON_OBJECT, use_beam_search=True), 400, "response_format"),
     (CHAT, chat(chat_template_kwargs={"messages": "x"}), 400, "chat_template_kwargs"),
+    (CHAT, chat(chat_template_kwargs={"chat_template": "x"}), 400, "chat_template_kwargs"),
+    (CHAT, chat(chat_template="hi"), 400, "chat_template"),
+    (CHAT, chat(documents=[1]), 400, "documents[0]"),
+    (CHAT, chat(documents=[{"text": "a"}] * 1025), 400, "documents"),
+    (
+        CHAT,
+        chat(continue_final_message=True, add_generation_prompt=True),
+        400,
+        "continue_final_message",
+    ),
+    (CHAT, chat(return_progress=True, stream=False), 400, "return_progress"),
+    (CHAT, chat(on_disconnect="stay"), 400, "on_disconnect"),
+    (CHAT, chat(moderation={"model": "m"}), 400, "moderation"),
+    (CHAT, chat(prompt_cache_options={"mode": "explicit"}), 400, "prompt_cache_options"),
+    (CHAT, chat(thinking_token_budget=5), 400, "thinking_token_budget"),
+    (CHAT, chat(allowed_token_ids=[]), 400, "allowed_token_ids"),
+    (CHAT, chat(allowed_token_ids=[VOCAB_SIZE]), 400, "allowed_token_ids"),
+    (CHAT, chat(allowed_token_ids=[1] * 5000), 400, "allowed_token_ids"),
+    (CHAT, chat(bad_words=[""]), 400, "bad_words"),
+    (CHAT, chat(bad_words=["a"] * 129), 400, "bad_words"),
+    (CHAT, chat(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens"),
+    (CHAT, chat(truncate_prompt_tokens=-2), 400, "truncate_prompt_tokens"),
     (CHAT, chat(messages=[USER | {"content": "x" * 4000}]), 400, "messages"),
     (CHAT, chat(messages=[USER] * 10_000), 400, "messages"),
     (CHAT, said(role="assistant", tool_calls=[CALL] * 10_000), 400, "messages"),
     (CHAT, chat(stop_token_ids=[1] * 1025), 400, "stop_token_ids"),
     (CHAT, chat(logit_bias={str(i): 1 for i in range(1025)}), 400, "logit_bias"),
     (CHAT, chat(functions=[[1]] * 100_000), 400, "functions"),
-    (CHAT, chat(tools=[[1]] * 100_000), 400, "tools"),
+    (CHAT, chat(tools=[[1]] * 100_000), 400, "tools[0]"),
     (TEXT, text(prompt=[1] * 100_000), 400, "prompt"),
     (TEXT, text(prompt=[*([1] * 100_000), "a"]), 400, "prompt"),
     (TEXT, text(prompt=[[1] * 100_000]), 400, "prompt"),
@@ -150,7 +225,10 @@ CASES = [
     (TEXT, text(model="x/y"), 404, "model"),
     (TEXT, text(logprobs=True), 400, "logprobs"),
     (TEXT, text(logprobs=21), 400, "logprobs"),
-    (TEXT, text(logprobs=1, echo=True), 400, "echo"),
+    (TEXT, text(prompt_logprobs=21), 400, "prompt_logprobs"),
+    (TEXT, text(response_format={"type": "xml"}), 400, "response_format.type"),
+    (TEXT, text(structured_outputs={"regex": "("}), 400, "structured_outputs"),
+    (TEXT, text(return_progress=True, stream=False), 400, "return_progress"),
     (TEXT, text(best_of=2, n=3), 400, "best_of"),
     (TEXT, text(best_of=129), 400, "best_of"),
     (TEXT, text(prompt=["a"] * 1024, best_of=5), 400, "best_of"),
@@ -193,7 +271,7 @@ def test_a_bad_field_is_named(
 ) -> None:
     with server.client() as client:
         for stream in ({}, {"stream": True}):
-            check_error(client.post(path, json=body | stream), status, param)
+            check_error(client.post(path, json=stream | body), status, param)
 
 
 MALFORMED = [
@@ -382,7 +460,8 @@ def test_no_mixture_of_strange_values_is_a_500(server: Server) -> None:
                 ((CHAT, chat(), chat_fields), (TEXT, text(), text_fields))
             )
             for field in rng.sample(fields, rng.randint(1, 3)):
-                body[field] = rng.choice(STRANGE)
+                fits = rng.random() < 0.5  # or it is null
+                body[field] = WORKS[path].get(field) if fits else rng.choice(STRANGE)
             body["max_tokens"] = body["max_tokens"] or 1
             answer = client.post(path, json=body)
             statuses.add(answer.status_code)

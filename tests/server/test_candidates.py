@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import expected_tokens, fake_logprobs
-from server.harness import MODEL, VOCAB_SIZE, Server, fake_runner, serve
+from server.harness import MODEL, VOCAB_SIZE, Server, fake_runner, read_events, serve
 from websockets.sync.client import connect
 
 PROMPT = [5, 6, 7]
@@ -56,13 +56,9 @@ def test_a_stream_brings_the_best_at_the_end(server: Server) -> None:
     body = {"messages": [USER], "max_tokens": 5, "n": 1, "best_of": 4, "stream": True, **SAMPLED}
     prompt = server.chat_prompt(USER)
     with server.client() as client:
-        lines = client.post(CHAT, json=body | {"return_token_ids": True}).text.strip()
+        text = client.post(CHAT, json=body | {"return_token_ids": True}).text
         whole = client.post(CHAT, json={**body, "stream": False}).json()
-    chunks = [
-        json.loads(line.removeprefix("data: "))
-        for line in lines.split("\n\n")
-        if "[DONE]" not in line
-    ]
+    chunks = read_events(text)[:-1]
     (expected,) = best(prompt, 5, 1, 4)
     token_ids = [chunk["choices"][0].get("token_ids") for chunk in chunks]
     assert [ids for ids in token_ids if ids] == [expected]
@@ -122,9 +118,8 @@ def test_beams_give_as_many_answers_as_there_are(stream: bool) -> None:
     if not stream:
         chunks = [answer.json()]
     else:
-        *lines, done = answer.text.strip().split("\n\n")
-        assert done == "data: [DONE]"
-        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        *chunks, done = read_events(answer.text)
+        assert done == "[DONE]"
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert [choice["index"] for choice in choices] == list(range(8))
     assert sorted(choice["token_ids"] for choice in choices) == [[i] for i in range(8)]

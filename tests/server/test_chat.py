@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import operator
+from typing import Any
 
 import openai
 import pytest
 from fakes import fake_logprobs
-from server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Server
+from server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Server, read_events
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -61,12 +63,12 @@ def test_include_usage_adds_one_chunk_without_choices(server: Server) -> None:
             "stream": True,
             "stream_options": {"include_usage": True, "include_obfuscation": False},
         }
-        events = client.post("/v1/chat/completions", json=body).text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
+        *chunks, last, done = read_events(client.post("/v1/chat/completions", json=body).text)
+    assert done == "[DONE]"
     num_prompt = len(server.chat_prompt(HELLO))
-    assert '"choices":[],"usage":{"prompt_tokens":' in events[-3]
-    assert f'"total_tokens":{num_prompt + 5}' in events[-3]
-    assert all('"usage":null' in event for event in events[:-3])
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == num_prompt + 5
+    assert all(chunk["usage"] is None for chunk in chunks)
 
 
 def test_continuous_usage_counts_in_each_chunk(server: Server) -> None:
@@ -271,12 +273,12 @@ def test_every_role_and_text_parts_reach_the_template(server: Server) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
     ]
-    same = server.chat_prompt(
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": ""},
-        {"role": "tool", "content": "42"},
+    same = server.chat_prompt(*messages)
+    text = server.tokenizer.decode(same, skip_special_tokens=False)
+    assert text.startswith(
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>"
     )
+    assert '"x": 1' in text and "42" in text
     completion = server.openai().chat.completions.create(
         model=MODEL,
         messages=messages,  # type: ignore[arg-type]
@@ -313,3 +315,59 @@ def test_a_request_id_names_the_completion_and_is_taken_once(server: Server) -> 
         model=MODEL, messages=[HELLO], max_tokens=1, extra_body={"request_id": "abc"}
     )
     assert completion.id == "chatcmpl-abc"
+
+
+@pytest.mark.parametrize("face", ["/v1/chat/completions", "/v1/completions"])
+def test_chunks_written_in_haste_are_like_the_others(server: Server, face: str) -> None:
+    """Token ids are asked for the second time: then each chunk is written as a whole."""
+    strange = 'a "\\\0\\u0000" \0 🙂'  # a name may look like the place of a chunk's text
+    body = {"messages": [HELLO], "prompt": "hello", "max_tokens": 40, "temperature": 0, "n": 2}
+    body |= {"stream": True, "request_id": strange, "stream_options": {"include_usage": True}}
+
+    def normal(chunk: dict[str, Any]) -> dict[str, Any]:
+        choices = [
+            {name: value for name, value in choice.items() if "token_ids" not in name}
+            for choice in chunk["choices"]
+        ]
+        return chunk | {"choices": choices, "created": 0, "prompt_token_ids": None}
+
+    def texts(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        said = (chunk for chunk in chunks if chunk["choices"] and chunk["usage"] is None)
+        return [normal(chunk) for chunk in said if has_text(chunk["choices"][0])]
+
+    def has_text(choice: dict[str, Any]) -> bool:
+        return bool(choice["text"] if "text" in choice else choice["delta"].get("content"))
+
+    with server.client() as client:
+        quick, whole = (
+            texts(read_events(client.post(face, json=body | more).text)[:-1])
+            for more in ({}, {"return_token_ids": True})
+        )
+    assert len(quick) > 40
+    key = operator.itemgetter("index")
+    for index in range(2):
+        one, other = (
+            [chunk for chunk in chunks if key(chunk["choices"][0]) == index]
+            for chunks in (quick, whole)
+        )
+        assert {chunk["id"] for chunk in one} == {f"{PREFIXES[face]}{strange}"}
+        # What came in one delta is one chunk; how much that is, is chance.
+        assert joined_chunks(one) == joined_chunks(other)
+
+
+PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+
+
+def joined_chunks(chunks: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """All text, and each kind of chunk without its text."""
+    text, kinds = "", []
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        message = choice if "text" in choice else choice["delta"]
+        name = "text" if "text" in choice else "content"
+        text += message.get(name, "")
+        if name in message:
+            message[name] = ""
+        if chunk not in kinds:
+            kinds.append(chunk)
+    return text, kinds

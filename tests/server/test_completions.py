@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from typing import Any
 
 import pytest
 from fakes import fake_logprobs
@@ -57,6 +59,24 @@ def test_several_prompts_times_n_choices_keep_their_indexes(
         for prompt in ids
         for i in range(2)
     ]
+
+
+def test_the_async_client_reads_whole_and_streamed_answers(server: Server) -> None:
+    async def ask(i: int) -> tuple[str, str]:
+        async with server.async_openai() as client:
+            create = client.completions.create
+            asked: Any = {"model": MODEL, "prompt": f"{PROMPT} {i}", "temperature": 0}
+            text = ""
+            async for chunk in await create(**asked, stream=True):
+                text += chunk.choices[0].text
+            return text, (await create(**asked)).choices[0].text
+
+    async def main() -> list[tuple[str, str]]:
+        return await asyncio.gather(*(ask(i) for i in range(3)))
+
+    for i, (streamed, whole) in enumerate(asyncio.run(main())):
+        expected = server.text(server.answer(server.tokenizer.encode(f"{PROMPT} {i}"), 16))
+        assert streamed == whole == expected
 
 
 def test_usage_of_several_prompts_is_their_sum(server: Server) -> None:

@@ -50,7 +50,7 @@ def upgrade(server: Server, request_line: str, *headers: str, usual: bool = True
         ("GET /v1/responses HTTP/1.1", ["Content-Length: 5"], 400),
         ("GET /v1/responses HTTP/1.1", ["Transfer-Encoding: chunked"], 400),
         ("POST /v1/responses HTTP/1.1", [], 400),  # 405 from newer parsers
-        ("GET /v1/nothing HTTP/1.1", [], 403),
+        ("GET /v1/nothing HTTP/1.1", [], 404),
         ("GET /v1/responses HTTP/1.1", ["Origin: https://evil.example"], 403),
     ],
 )

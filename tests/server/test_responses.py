@@ -7,57 +7,18 @@ import threading
 from itertools import groupby
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from fakes import fake_logprobs
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 from server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Server, fake_runner, serve
+from server.responses_client import ORDER, create, sse_events, stream
 
-from streamkv.engine.outputs import TokenDelta, Usage
+from streamkv.engine.outputs import TokenDelta
 from streamkv.protocol import FinishReason
-from streamkv.server.response_events import ResponseBuilder
 from streamkv.server.response_object import Response as ResponseBody
-from streamkv.server.response_request import NOT_HONOURED, ResponseRequest
+from streamkv.server.response_writer import ResponseWriter
 
-STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USER = {"role": "user", "content": "the quick brown fox"}
-ORDER = [
-    "response.created",
-    "response.in_progress",
-    "response.output_item.added",
-    "response.content_part.added",
-    "response.output_text.delta",
-    "response.output_text.done",
-    "response.content_part.done",
-    "response.output_item.done",
-]
-
-
-def create(server: Server, **body: Any) -> Response:
-    """The answer to a greedy request, strictly as the official model says."""
-    with server.client() as client:
-        request = {"model": MODEL, "input": USER["content"], "temperature": 0} | body
-        answer = client.post("/v1/responses", json=request)
-    assert answer.status_code == 200, answer.text
-    return Response.model_validate_json(answer.content, strict=True)
-
-
-def refused(server: Server, **body: Any) -> httpx.Response:
-    with server.client() as client:
-        return client.post("/v1/responses", json={"input": "hi", "temperature": 0} | body)
-
-
-def sse_events(body: str) -> list[Any]:
-    """All events, each checked against the official union and its `event:` line."""
-    events = []
-    for block in body.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        event = STREAM_EVENT.validate_json(data.removeprefix("data: "), strict=True)
-        assert name == f"event: {event.type}"
-        events.append(event)
-    return events
 
 
 def test_the_json_answer_is_the_models_text_in_openais_shape(server: Server) -> None:
@@ -84,9 +45,7 @@ def test_a_response_that_stops_by_itself_is_completed(server: Server) -> None:
 
 
 def test_streamed_events_come_in_order_and_tell_what_the_json_answer_tells(server: Server) -> None:
-    body = {"model": MODEL, "input": USER["content"], "temperature": 0, "max_output_tokens": 30}
-    with server.client() as client:
-        events = sse_events(client.post("/v1/responses", json=body | {"stream": True}).text)
+    events = stream(server, max_output_tokens=30)
     assert [name for name, _ in groupby(event.type for event in events)] == [
         *ORDER,
         "response.incomplete",
@@ -187,85 +146,6 @@ def test_the_sampled_tokens_logprob_alone_can_be_asked_for(server: Server) -> No
     assert logprobs and all(entry.top_logprobs == [] for entry in logprobs)
 
 
-def test_every_optional_field_may_be_null(server: Server) -> None:
-    names = {*ResponseRequest.__struct_fields__, *NOT_HONOURED} - {"input", "max_output_tokens"}
-    response = create(server, **dict.fromkeys(names), max_output_tokens=2)
-    assert (response.temperature, response.top_p, response.model) == (1.0, 1.0, MODEL)
-
-
-def test_what_means_nothing_here_is_accepted_and_told_truly(server: Server) -> None:
-    response = create(
-        server,
-        max_output_tokens=2,
-        store=True,
-        user="u",
-        service_tier="flex",
-        safety_identifier="s",
-        prompt_cache_key="k",
-        parallel_tool_calls=False,
-        tools=[],
-        tool_choice="auto",
-        truncation="disabled",
-        background=False,
-        reasoning={"effort": "none", "summary": None},
-        text={"format": {"type": "text"}, "verbosity": "medium"},
-        include=["reasoning.encrypted_content"],
-    )
-    extra = response.model_extra or {}
-    assert (extra["store"], response.service_tier, response.user) == (False, "default", "u")
-    assert response.parallel_tool_calls is False and response.prompt_cache_key == "k"
-
-
-@pytest.mark.parametrize(
-    ("param", "body"),
-    [
-        ("tools", {"tools": [{"type": "function", "name": "f", "parameters": {}}]}),
-        ("tool_choice", {"tool_choice": "required"}),
-        ("text.format.type", {"text": {"format": {"type": "json_object"}}}),
-        ("text.verbosity", {"text": {"verbosity": "low"}}),
-        ("reasoning.effort", {"reasoning": {"effort": "high"}}),
-        ("reasoning.summary", {"reasoning": {"summary": "auto"}}),
-        ("background", {"background": True}),
-        ("conversation", {"conversation": "conv_1"}),
-        ("prompt", {"prompt": {"id": "pmpt_1"}}),
-        ("truncation", {"truncation": "auto"}),
-        ("include", {"include": ["no.such.thing"]}),
-        ("top_logprobs", {"top_logprobs": 21}),
-        ("max_output_tokens", {"max_output_tokens": 0}),
-        ("max_output_tokens", {"max_output_tokens": MAX_MODEL_LEN}),
-        ("max_tokens", {"max_tokens": 5}),
-        ("temperature", {"temperature": -1}),
-        ("metadata", {"metadata": {"key": "v" * 513}}),
-        ("input", {"input": None}),
-        ("input", {"input": []}),
-        ("input", {"input": 7}),
-        ("input", {"input": "the fox " * MAX_MODEL_LEN}),
-        ("input[0].type", {"input": [{"type": "function_call_output", "output": "x"}]}),
-        ("input[1].role", {"input": [USER, {"content": "x"}]}),
-        ("input[0].role", {"input": [{"role": "tool", "content": "x"}]}),
-        ("input[0].content", {"input": [{"role": "user"}]}),
-        (
-            "input[0].content[0].type",
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        ),
-        (
-            "input[0].content[0].text",
-            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
-        ),
-        ("previous_response_id", {"previous_response_id": "resp_1"}),
-        ("return_token_ids", {"return_token_ids": True}),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_name(
-    server: Server, param: str, body: dict[str, Any]
-) -> None:
-    answer = refused(server, **body)
-    error = answer.json()["error"]
-    assert answer.status_code == 400, answer.text
-    assert error["param"].removesuffix("[0]" if param == "include" else "").startswith(param)
-    assert error["message"].startswith(param) and error["type"] == "invalid_request_error"
-
-
 def test_errors_before_the_first_byte_have_a_status_also_when_streaming(server: Server) -> None:
     client = server.openai()
     with pytest.raises(openai.NotFoundError) as unknown:
@@ -309,13 +189,10 @@ def test_leaving_a_stream_early_gives_its_blocks_back_within_two_steps() -> None
 
 def test_text_that_comes_together_with_the_cancellation_is_told() -> None:
     response = ResponseBody(id="resp_1", created_at=0, model=MODEL, temperature=1, top_p=1)
-    usage = Usage(num_prompt_tokens=3, num_cached_tokens=0, num_generated_tokens=1)
-    builder = ResponseBuilder(response)
-    builder.begin()
-    events = builder.push(TokenDelta(0, "late", (5,), finish_reason=FinishReason.ABORT), usage)
-    names = [*ORDER[2:], "response.incomplete"]
-    assert [event.event_type for event in events] == names
-    assert (builder.response.output_text, builder.response.status) == ("late", "cancelled")
+    writer = ResponseWriter(response)
+    events = writer.push(0, TokenDelta(0, "late", (5,), finish_reason=FinishReason.ABORT))
+    assert [event.name for event in events] == [*ORDER[2:], "response.incomplete"]
+    assert (writer.response.output_text, writer.response.status) == ("late", "cancelled")
 
 
 def test_the_event_lines_are_json_on_one_line_each(server: Server) -> None:
@@ -324,5 +201,5 @@ def test_the_event_lines_are_json_on_one_line_each(server: Server) -> None:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = list(answer.iter_lines())
     data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    assert len(data) * 3 == len(lines)
+    assert len(data) * 4 == len(lines), "an id, a name, data and an empty line"
     assert all("stream_id" not in event for event in data)

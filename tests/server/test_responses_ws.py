@@ -6,120 +6,24 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from itertools import groupby
 from typing import Any
 
 import pytest
-from openai.types.responses import Response, ResponsesServerEvent
-from pydantic import TypeAdapter
 from server.harness import DEADLINE_S, MAX_MODEL_LEN, MODEL, Server, fake_runner, serve
-from websockets.asyncio.client import ClientConnection, connect
+from server.responses_client import (
+    ENDS,
+    OWN_CLIENT_WARNING,
+    SERVER_EVENT,
+    TERMINAL,
+    Socket,
+    answer_text,
+    assert_in_order,
+    connected,
+    converse,
+)
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from streamkv.server.response_history import ResponseHistory
-from streamkv.server.response_object import OutputMessage, OutputText
-from streamkv.server.response_object import Response as ResponseBody
-from streamkv.server.responses_ws import MAX_LANES, MAX_TURNS_PER_LANE
-
-# The official sync client calls websockets in a way that a newer version warns about.
-OWN_CLIENT_WARNING = pytest.mark.filterwarnings(r"ignore:connect\(\) must be:DeprecationWarning")
-SERVER_EVENT: TypeAdapter[Any] = TypeAdapter(ResponsesServerEvent)
-ENDS = {"response.completed", "response.incomplete", "response.failed"}
-TERMINAL = {*ENDS, "error"}
-ORDER = [
-    "response.created",
-    "response.in_progress",
-    "response.output_item.added",
-    "response.content_part.added",
-    "response.output_text.delta",
-    "response.output_text.done",
-    "response.content_part.done",
-    "response.output_item.done",
-]
-
-
-class Socket:
-    """A connection and what was received on it."""
-
-    def __init__(self, connection: ClientConnection) -> None:
-        self.connection = connection
-        self.events: list[Any] = []
-
-    async def create(self, text: Any, **fields: Any) -> None:
-        """Ask for a greedy response of at most 8 tokens, unless told otherwise."""
-        body = {"model": MODEL, "input": text, "temperature": 0, "max_output_tokens": 8}
-        await self.send({"type": "response.create"} | body | fields)
-
-    async def send(self, message: dict[str, Any] | str | bytes) -> None:
-        await self.connection.send(json.dumps(message) if isinstance(message, dict) else message)
-
-    async def receive(self) -> Any:
-        data = await self.connection.recv()
-        event = SERVER_EVENT.validate_json(data, strict=True)
-        assert ("stream_id" in json.loads(data)) == (event.stream_id is not None)
-        self.events.append(event)
-        return event
-
-    async def receive_until(self, *types: str, lane: str | None = None) -> Any:
-        """The next event of one of these types in this lane."""
-        while True:
-            event = await self.receive()
-            if event.type in types and event.stream_id == lane:
-                return event
-
-    async def finish(self, lane: str | None = None) -> Response:
-        """The response whose end comes next in this lane."""
-        event = await self.receive_until(*TERMINAL, lane=lane)
-        assert event.type in ENDS, event
-        response: Response = event.response
-        return response
-
-    async def error(self, lane: str | None = None) -> Any:
-        event = await self.receive_until(*TERMINAL, lane=lane)
-        assert event.type == "error", event
-        return event
-
-    def lane(self, name: str | None) -> list[Any]:
-        return [event for event in self.events if event.stream_id == name]
-
-
-@asynccontextmanager
-async def connected(server: Server, **options: Any) -> AsyncIterator[Socket]:
-    url = f"ws://{server.host}/v1/responses"
-    # A client that stopped reading could not see the server's half of the closing handshake.
-    options = {"max_queue": None} | options
-    async with asyncio.timeout(DEADLINE_S):
-        async with connect(url, compression=None, **options) as connection:
-            yield Socket(connection)
-
-
-def converse(server: Server, talk: Callable[[Socket], Awaitable[None]], **options: Any) -> Socket:
-    """Have a conversation on a new connection."""
-
-    async def run() -> Socket:
-        async with connected(server, **options) as talking:
-            await talk(talking)
-            return talking
-
-    return asyncio.run(run())
-
-
-def answer_text(server: Server, text: str, num: int = 8) -> str:
-    prompt = server.chat_prompt({"role": "user", "content": text})
-    return server.text(server.answer(prompt, num))
-
-
-def assert_in_order(events: list[Any]) -> None:
-    """One response's events: whole, in order, numbered without a gap, its text told alike."""
-    assert [name for name, _ in groupby(event.type for event in events[:-1])] == ORDER
-    assert events[-1].type in ENDS
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
-    done = next(event for event in events if event.type == "response.output_text.done")
-    assert text == done.text == events[-1].response.output_text
-
+from streamkv.server.response_lanes import MAX_LANES, MAX_TURNS_PER_LANE
 
 # --- the official client ---------------------------------------------------------------------
 
@@ -325,29 +229,18 @@ def test_an_unknown_or_running_previous_response_is_an_error(server: Server) -> 
     converse(server, talk)
 
 
-def test_another_connections_responses_are_not_known(server: Server) -> None:
+def test_what_is_not_stored_is_known_on_its_own_connection_alone(server: Server) -> None:
     async def run() -> None:
         async with connected(server) as one, connected(server) as two:
-            await one.create("secret")
+            await one.create("secret", store=False)
             response = await one.finish()
+            assert (response.model_extra or {})["store"] is False
             await two.create("more", previous_response_id=response.id)
             assert (await two.error()).error.code == "previous_response_not_found"
+            await one.create("more", previous_response_id=response.id)
+            assert (await one.finish()).previous_response_id == response.id
 
     asyncio.run(run())
-
-
-def test_history_forgets_the_oldest_beyond_its_bytes() -> None:
-    history = ResponseHistory(max_bytes=3000)
-    for i in range(4):
-        item = OutputMessage(id=f"msg_{i}", content=(OutputText(text="y" * 400),))
-        response = ResponseBody(
-            id=f"resp_{i}", created_at=0, model=MODEL, temperature=1, top_p=1, output=(item,)
-        )
-        history.add(response, [{"role": "user", "content": "x" * 400}])
-    assert len(history.conversation("resp_3")) == len(history.conversation("resp_2")) == 2
-    with pytest.raises(Exception, match="resp_0"):
-        history.conversation("resp_0")
-    assert history.conversation(None) == ()
 
 
 # --- cancelling ------------------------------------------------------------------------------
@@ -440,7 +333,12 @@ CREATE = {"type": "response.create", "model": MODEL, "input": "hi", "stream_id":
         ({"type": 7}, 400, "type"),
         ({"type": "session.update"}, 400, "type"),
         ({"type": "response.create", "stream_id": 7}, 400, "stream_id"),
-        ({"type": "response.steer", "previous_response_id": "r", "input": "x"}, 400, "type"),
+        ({"type": "response.steer", "input": "x"}, 400, "previous_response_id"),
+        ({"type": "response.steer", "previous_response_id": "r", "input": 7}, 400, "input"),
+        ({"type": "response.resume"}, 400, "response_id"),
+        ({"type": "response.resume", "response_id": "resp_none"}, 404, "response_id"),
+        ({"type": "response.grant"}, 400, "credits"),
+        ({"type": "response.grant", "credits": 1}, 404, "stream_id"),
         (CREATE | {"input": None}, 400, "input"),
         (CREATE | {"input": {"role": "user"}}, 400, "input"),
         (CREATE | {"input": [{"role": "user"}]}, 400, "input[0].content"),
@@ -450,10 +348,10 @@ CREATE = {"type": "response.create", "model": MODEL, "input": "hi", "stream_id":
         (CREATE | {"temperature": -1}, 400, "temperature"),
         (CREATE | {"input": "the fox " * MAX_MODEL_LEN}, 400, "input"),
         (CREATE | {"max_output_tokens": MAX_MODEL_LEN}, 400, "max_output_tokens"),
-        (CREATE | {"generate": False}, 400, "generate"),
+        (CREATE | {"generate": "no"}, 400, "generate"),
         (CREATE | {"stream": False}, 400, "stream"),
         (CREATE | {"background": True}, 400, "background"),
-        (CREATE | {"tools": [{"type": "web_search"}]}, 400, "tools"),
+        (CREATE | {"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
     ],
 )
 def test_what_is_wrong_is_an_error_event_and_the_socket_goes_on(
@@ -550,7 +448,7 @@ def test_a_connection_that_breaks_mid_stream_frees_its_blocks() -> None:
         all_there_is = answer_text(server, "hi", 4)
 
         async def talk(socket: Socket) -> None:
-            await socket.create("hi", max_output_tokens=300, ignore_eos=True)
+            await socket.create("hi", max_output_tokens=300, ignore_eos=True, on_disconnect="abort")
             text = ""
             while text != all_there_is:  # then nothing is sent that could show the break
                 text += (await socket.receive_until("response.output_text.delta")).delta

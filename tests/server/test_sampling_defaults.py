@@ -30,7 +30,7 @@ PLAIN = (1.0, 1.0, 0, 0.0, 1.0)
 class Watching:
     """A runner that keeps how its last row is sampled."""
 
-    store = None
+    store = masks = None
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner

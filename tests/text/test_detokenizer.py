@@ -72,6 +72,32 @@ def test_the_default_model_streams_each_text_token_by_token(
     assert "\ufffd" not in "".join(one_by_one)
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(-1, TINY.vocab_size + 3), max_size=30), st.booleans(), st.booleans())
+def test_one_token_at_a_time_gives_what_its_bytes_give(
+    token_ids: list[int], skip: bool, mixed: bool
+) -> None:
+    whole, bytewise = (Detokenizer(TINY, skip_special_tokens=skip) for _ in range(2))
+    for index, token_id in enumerate(token_ids):
+        expected = bytewise.decode(bytewise.piece(token_id))
+        if mixed and index % 3 == 0:
+            assert whole.decode(whole.piece(token_id)) == expected
+        else:
+            assert whole.add(token_id) == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 2, 40, 100, 300]), max_size=12))
+def test_spaces_between_special_tokens_are_put_by_no_tokenizer_that_is_used_here(
+    token_ids: list[int],
+) -> None:
+    theirs = TINY.to_transformers(256)
+    for spaces in (True, False):
+        assert Detokenizer(TINY, skip_special_tokens=False).push(token_ids) == theirs.decode(
+            token_ids, skip_special_tokens=False, spaces_between_special_tokens=spaces
+        )
+
+
 def test_a_character_is_held_until_its_last_byte() -> None:
     ids = TINY.encode("a👋b")
     detokenizer = Detokenizer(TINY)

@@ -101,6 +101,17 @@ def test_the_end_releases_what_was_held_back_once() -> None:
     assert (checker.flush(), checker.flush()) == ("EN", "")
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text("abx", max_size=24), max_size=6), st.integers(1, 12))
+def test_many_places_that_look_like_a_stop_string_are_found_as_few_are(
+    pieces: list[str], num: int
+) -> None:
+    stop = ["a" * num + "b", "bab"]
+    checker = StopChecker(stop)
+    shown = "".join(map(checker.push, pieces))
+    assert (shown + checker.flush(), checker.matched) == oracle("".join(pieces), stop, False)
+
+
 class CountingStr(str):
     """A stop string that counts how often its characters are read, one by one or in slices."""
 

@@ -133,7 +133,7 @@ def test_a_replacement_that_shortens_counts() -> None:
     backend = Tokenizer.from_gguf(metadata)._backend
     backend.normalizer = normalizers.Replace("longword", "a")
     tokenizer = Tokenizer(
-        backend, vocab_size=339, eos_token_ids=(), special_tokens={}, chat_template=None
+        backend, vocab_size=339, eos_token_ids=(), special_tokens={}, chat_templates={}
     )
     text = "longword" * 1000
     assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text)) == 1000

@@ -82,6 +82,7 @@ test("a request holds the conversation and only the settings that are set", () =
     stream_id: "4",
     model: "m",
     store: false,
+    on_disconnect: "abort",
     input: [
       { type: "message", role: "user", content: "Hi" },
       { type: "message", role: "user", content: "Again" },

@@ -191,6 +191,8 @@ struct SamplingKernels {
   // Cuts x, which has no NaN, into groups of at most `size` each and gives the greatest of each,
   // -infinity for an empty one; returns how many. `maxima` has room for n / size + 32.
   int64_t (*group_maxima)(const float* x, int64_t n, int64_t size, float* maxima);
+  // out[i] is x[i] where bit i % 32 of bits[i / 32] is set, else -infinity. `out` may be x.
+  void (*mask)(const float* x, const int32_t* bits, int64_t n, float* out);
 };
 
 // Loops that do the most a thread can, for benchmarks. `out` has room for a vector (64 bytes), and

@@ -48,10 +48,12 @@ struct RowAdded {
   int32_t num_prompt_tokens;
   PackedInts token_ids;
   PackedInts block_ids;
-  SamplingParams sampling;  // its lists are empty: Rows fills them from these three
+  SamplingParams sampling;  // its lists are empty: Rows fills them from these
   PackedInts min_tokens_stop_ids;
   PackedInts bias_ids;
   PackedFloats bias_values;  // as many as bias_ids
+  PackedInts allowed_ids;
+  PackedInts bad_words;
 };
 
 // Points into the message it was read from.
@@ -60,20 +62,25 @@ struct StepInput {
   PackedInts removed;    // [n]
   PackedInts appended;   // [n, 2] flat: (row, block)
   PackedInts copies;     // [n, 4] flat: (number, CopyKind, source, target)
-  PackedInts scheduled;  // [n, 4] flat: (row, start, count, 1 if it asks for a sample)
+  PackedInts scheduled;  // [n, 4] flat: (row, start, count, Ask)
   std::vector<RowAdded> added;
 };
+
+// What a row wants from a step, bit by bit.
+enum Ask : int32_t { kAskNone = 0, kAskSample = 1, kAskScore = 2, kAskAll = 3 };
 
 struct OutputRow {
   SampledRow sampled;
   bool has_logprobs;
+  bool is_deferred;  // it has no token
 };
 
 struct StepOutput {
   int64_t step_id = -1;
   double duration_s = 0;
   double copies_s = 0;               // what the copies took of it
-  std::vector<OutputRow> rows;       // those that asked, in the order scheduled
+  std::vector<OutputRow> rows;       // those that asked for a token, in the order scheduled
+  std::vector<SampledRow> scored;    // tokens of prompts, in that order, then by position
   std::vector<int32_t> copies_done;  // numbers of copies that are made, though there is an error
   std::string error;                 // not empty: nothing was sampled
 };

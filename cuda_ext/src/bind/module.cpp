@@ -15,6 +15,7 @@ void bind_attention(nb::module_& m);
 void bind_sampler(nb::module_& m);
 void bind_program(nb::module_& m);
 void bind_channel(nb::module_& m);
+void bind_mask_board(nb::module_& m);
 void bind_runner(nb::module_& m);
 void bind_peaks(nb::module_& m);
 
@@ -34,6 +35,7 @@ NB_MODULE(_cpu, m) {
   bind_sampler(m);
   bind_program(m);
   bind_channel(m);
+  bind_mask_board(m);
   bind_runner(m);
   bind_peaks(m);
   bind_tuning(m);

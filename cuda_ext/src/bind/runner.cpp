@@ -39,11 +39,17 @@ void check_fits(const Program& program, const KvCache& cache, BufferId logits_bu
 }
 
 void init(Runner* self, Program* program, Team& team, KvCache& cache, BufferId logits_buffer,
-          int64_t num_rows, int64_t max_model_len, int64_t vocab_size, int64_t max_tokens) {
+          int64_t num_rows, int64_t max_model_len, int64_t vocab_size, int64_t max_tokens,
+          int64_t max_scored, MaskBoard* masks, double mask_wait_s) {
   if (program != nullptr)
     check_fits(*program, cache, logits_buffer, max_model_len, vocab_size);
+  if (masks != nullptr)
+    check(masks->vocab_size() == vocab_size, "masks",
+          "a board of " + std::to_string(vocab_size) + " tokens", masks->vocab_size());
   new (self) Runner(program, team, cache, logits_buffer,
-                    {num_rows, max_model_len, vocab_size, max_tokens});
+                    {num_rows, max_model_len, vocab_size, max_tokens, max_scored,
+                     to_nanoseconds(mask_wait_s)},
+                    masks);
 }
 
 nb::bytes step(Runner& runner, const nb::bytes& message) {
@@ -84,8 +90,10 @@ void bind_runner(nb::module_& m) {
   nb::class_<Runner>(m, "Runner", "Steps as bytes in, outputs as bytes out.")
       .def("__init__", &init, nb::arg("program").none(), nb::arg("team"), nb::arg("cache"),
            nb::arg("logits_buffer"), nb::kw_only(), nb::arg("num_rows"), nb::arg("max_model_len"),
-           nb::arg("vocab_size"), nb::arg("max_tokens"), nb::keep_alive<1, 2>(),
-           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+           nb::arg("vocab_size"), nb::arg("max_tokens"), nb::arg("max_scored") = 0,
+           nb::arg("masks").none() = nb::none(), nb::arg("mask_wait_s") = 0.0,
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 11>())
       .def("step", &step, nb::arg("step"), "One step; what goes wrong is `error` in the output.")
       .def("serve", &serve, nb::arg("channel"), nb::arg("idle_timeout_s"),
            "Answers steps. True: the channel was closed; False: none has come for so long.")

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "streamkv/token_mask.h"
+
 namespace streamkv {
 namespace {
 
@@ -28,6 +30,7 @@ RowsShape checked(const RowsShape& shape) {
   check_count("num_blocks", shape.num_blocks);
   check_count("vocab_size", shape.vocab_size);
   check_count("max_tokens", shape.max_tokens);
+  if (shape.max_scored != 0) check_count("max_scored", shape.max_scored);
   if (shape.num_blocks > kLimit / shape.block_size || shape.max_model_len >= kLimit)
     throw std::invalid_argument("Rows: " + to_string(shape.num_blocks) + " blocks of " +
                                 to_string(shape.block_size) + " tokens and a context of " +
@@ -60,7 +63,8 @@ void check_sampling(const RowAdded& added) {
                   in_range(sampling.frequency_penalty, -2, 2) &&
                   in_range(sampling.repetition_penalty, 0, 100) && sampling.top_p > 0 &&
                   sampling.repetition_penalty > 0 && sampling.top_k >= 0 &&
-                  sampling.min_tokens >= 0 && sampling.num_logprobs >= -1;
+                  sampling.min_tokens >= 0 && sampling.num_logprobs >= -1 &&
+                  sampling.num_prompt_logprobs >= -1;
   for (int64_t i = 0; i < added.bias_values.size(); ++i)
     is_valid = is_valid && in_range(added.bias_values[i], -100, 100);
   if (!is_valid)
@@ -68,10 +72,42 @@ void check_sampling(const RowAdded& added) {
                                 ": expected sampling parameters in the ranges of SamplingParams");
 }
 
+void check_mask_slot(const RowAdded& added, const MaskBoard* masks) {
+  const int32_t slot = added.sampling.mask_slot;
+  if (slot != -1 && (masks == nullptr || !masks->has(slot)))
+    throw std::invalid_argument("row " + to_string(added.row) +
+                                ": expected a slot that is on the mask board, got " +
+                                to_string(slot));
+}
+
+// Words of which every token is known, as they were packed.
+std::vector<int32_t> known_words(const RowAdded& added, int64_t vocab_size) {
+  std::vector<int32_t> known;
+  const PackedInts& packed = added.bad_words;
+  for (int64_t at = 0; at < packed.size();) {
+    const int64_t length = packed[at], first = at + 1;
+    if (length < 1 || length > packed.size() - first)
+      throw std::invalid_argument("row " + to_string(added.row) + ": bad words: expected 1 to " +
+                                  to_string(packed.size() - first) + " tokens at " +
+                                  to_string(at) + ", got " + to_string(length));
+    const size_t num_before = known.size();
+    bool is_known = true;
+    known.push_back(static_cast<int32_t>(length));
+    for (int64_t i = first; i < first + length; ++i) {
+      is_known = is_known && packed[i] >= 0 && packed[i] < vocab_size;
+      known.push_back(packed[i]);
+    }
+    if (!is_known) known.resize(num_before);
+    at = first + length;
+  }
+  return known;
+}
+
 }  // namespace
 
-Rows::Rows(const RowsShape& shape)
+Rows::Rows(const RowsShape& shape, const MaskBoard* masks)
     : shape_(checked(shape)),
+      masks_(masks),
       table_width_(ceil_div(shape.max_model_len, shape.block_size)),
       tokens_(shape.num_rows * (shape.max_model_len + 1) * static_cast<int64_t>(sizeof(int32_t))),
       block_tables_(shape.num_rows * table_width_ * static_cast<int64_t>(sizeof(int32_t))),
@@ -89,6 +125,7 @@ int32_t* Rows::block_table(int64_t row) const {
 
 void Rows::apply(const StepInput& step) {
   asking_.clear();
+  scored_.clear();
   check_range("removed rows", step.removed, shape_.num_rows);
   check_range("appended rows", step.appended, shape_.num_rows, 0, 2);
   for (int64_t i = 0; i < step.removed.size(); ++i) rows_[step.removed[i]] = Row{};
@@ -112,8 +149,10 @@ void Rows::add(const RowAdded& added) {
     throw std::invalid_argument(name + ": expected at most " + to_string(num_tokens) +
                                 " prompt tokens, got " + to_string(added.num_prompt_tokens));
   check_sampling(added);
+  check_mask_slot(added, masks_);
   Row& row = rows_[added.row];
   row.sampling = sampling_of(added);
+  row.deferred_at = -1;
   row.num_tokens = num_tokens;
   row.num_prompt_tokens = added.num_prompt_tokens;
   row.num_blocks = num_blocks;
@@ -129,13 +168,17 @@ SamplingParams Rows::sampling_of(const RowAdded& added) const {
   for (int64_t i = 0; i < added.min_tokens_stop_ids.size(); ++i)
     if (const int32_t id = added.min_tokens_stop_ids[i]; is_known(id))
       sampling.min_tokens_stop_ids.push_back(id);
-  if (static_cast<int64_t>(sampling.min_tokens_stop_ids.size()) == shape_.vocab_size)
-    sampling.min_tokens_stop_ids.clear();  // nothing would be left to choose
   for (int64_t i = 0; i < added.bias_ids.size(); ++i)
     if (const int32_t id = added.bias_ids[i]; is_known(id)) {
       sampling.bias_ids.push_back(id);
       sampling.bias_values.push_back(added.bias_values[i]);
     }
+  if (added.allowed_ids.size() > 0) {
+    std::vector<int32_t> allowed_ids(added.allowed_ids.size());
+    added.allowed_ids.copy_to(allowed_ids.data());
+    sampling.allowed = mask_of(allowed_ids, shape_.vocab_size);
+  }
+  sampling.bad_words = known_words(added, shape_.vocab_size);
   return sampling;
 }
 
@@ -152,6 +195,7 @@ void Rows::append(int32_t row, int32_t block_id) {
 
 const BatchArrays& Rows::batch(const PackedInts& scheduled) {
   asking_.clear();
+  scored_.clear();
   check_scheduled(scheduled);
   size_batch(scheduled);
   int64_t num_tokens = 0;
@@ -164,23 +208,53 @@ const BatchArrays& Rows::batch(const PackedInts& scheduled) {
     batch_.context_lens[i / 4] = static_cast<int32_t>(end);
     std::copy_n(block_table(row), batch_.max_blocks,
                 batch_.block_tables.data() + i / 4 * batch_.max_blocks);
-    if (scheduled[i + 3] == 1) {
-      batch_.logit_rows.push_back(static_cast<int32_t>(num_tokens - 1));
-      asking_.push_back({row, static_cast<int32_t>(end)});
+    if ((scheduled[i + 3] & kAskSample) == 0) continue;
+    batch_.logit_rows.push_back(static_cast<int32_t>(num_tokens - 1));
+    ask(row, end);
+  }
+  for (int64_t i = 0; i < scheduled.size(); i += 4) {
+    const int32_t row = scheduled[i];
+    const int64_t start = scheduled[i + 1], end = start + scheduled[i + 2];
+    const int64_t num_scored = count_scored(row, start, end, scheduled[i + 3]);
+    for (int64_t j = 0; j < num_scored; ++j) {
+      batch_.logit_rows.push_back(batch_.query_start[i / 4] + static_cast<int32_t>(j));
+      scored_.push_back({row, static_cast<int32_t>(start + j + 1)});
     }
   }
   return batch_;
 }
 
+void Rows::ask(int32_t index, int64_t position) {
+  Row& row = rows_[index];
+  if (row.deferred_at == position) {
+    row.deferred_at = -1;
+    row.num_tokens = position;
+  }
+  asking_.push_back({index, static_cast<int32_t>(position), row.deferred_at >= 0});
+}
+
+// Tokens of the prompt that follow the positions computed.
+int64_t Rows::count_scored(int32_t row, int64_t start, int64_t end, int32_t asks) const {
+  if ((asks & kAskScore) == 0) return 0;
+  return std::max<int64_t>(0, std::min(end, rows_[row].num_prompt_tokens - 1) - start);
+}
+
 // Throws unless every scheduled token and its block is known, and each row comes once.
 void Rows::check_scheduled(const PackedInts& scheduled) {
   check_range("scheduled rows", scheduled, shape_.num_rows, 0, 4);
-  int64_t num_tokens = 0;
+  int64_t num_tokens = 0, num_scored = 0;
   ++num_batches_;
   for (int64_t i = 0; i < scheduled.size(); i += 4) {
-    const int32_t row = scheduled[i];
+    const int32_t row = scheduled[i], asks = scheduled[i + 3];
     const int64_t start = scheduled[i + 1], count = scheduled[i + 2];
     check_known(row, start, start + count);
+    if (asks < 0 || asks > kAskAll)
+      throw std::invalid_argument("row " + to_string(row) + ": expected to ask 0 to 3, got " +
+                                  to_string(asks));
+    if ((asks & kAskScore) != 0 && rows_[row].sampling.num_prompt_logprobs < 0)
+      throw std::invalid_argument("row " + to_string(row) +
+                                  " asks for scores: expected num_prompt_logprobs from 0, got -1");
+    num_scored += count_scored(row, start, start + count, asks);
     if (rows_[row].last_batch == num_batches_)
       throw std::invalid_argument("row " + to_string(row) + " is scheduled twice");
     rows_[row].last_batch = num_batches_;
@@ -189,6 +263,10 @@ void Rows::check_scheduled(const PackedInts& scheduled) {
   if (num_tokens > shape_.max_tokens)
     throw std::invalid_argument("expected at most " + to_string(shape_.max_tokens) +
                                 " tokens in a step, got " + to_string(num_tokens));
+  if (num_scored > shape_.max_scored)
+    throw std::invalid_argument("expected at most " + to_string(shape_.max_scored) +
+                                " tokens of prompts to score in a step, got " +
+                                to_string(num_scored));
 }
 
 void Rows::check_known(int32_t index, int64_t start, int64_t end) const {
@@ -236,14 +314,16 @@ void Rows::fill_tokens(int32_t row, int64_t start, int64_t count, int64_t first_
 
 // --- sampling -----------------------------------------------------------------------------------
 
-SampleArgs Rows::sample_args(const AskingRow& asking, const float* logits) const {
+SampleArgs Rows::sample_args(const AskingRow& asking, const float* logits,
+                             const int32_t* mask) const {
   const Row& row = rows_[asking.row];
-  return {logits,           shape_.vocab_size, &row.sampling, tokens(asking.row),
-          asking.position, row.num_prompt_tokens};
+  return {logits,          shape_.vocab_size,     &row.sampling, tokens(asking.row),
+          asking.position, row.num_prompt_tokens, mask};
 }
 
-int32_t Rows::num_logprobs(const AskingRow& asking) const {
-  return rows_[asking.row].sampling.num_logprobs;
+ScoreArgs Rows::score_args(const ScoredToken& scored, const float* logits) const {
+  return {logits, shape_.vocab_size, tokens(scored.row)[scored.position],
+          rows_[scored.row].sampling.num_prompt_logprobs};
 }
 
 void Rows::keep(const AskingRow& asking, int32_t token_id) {
@@ -252,6 +332,11 @@ void Rows::keep(const AskingRow& asking, int32_t token_id) {
                              to_string(shape_.vocab_size) + ", got " + to_string(token_id));
   tokens(asking.row)[asking.position] = token_id;
   rows_[asking.row].num_tokens = asking.position + 1;
+}
+
+void Rows::defer(const AskingRow& asking) {
+  keep(asking, 0);  // any token: what a step computes of it is void
+  if (!asking.is_void) rows_[asking.row].deferred_at = asking.position;
 }
 
 }  // namespace streamkv

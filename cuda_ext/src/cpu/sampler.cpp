@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "streamkv/kernels.h"
+#include "streamkv/token_mask.h"
 
 namespace streamkv {
 
@@ -25,6 +26,7 @@ constexpr double kGreedyBelow = 1e-5;  // a lower temperature is greedy: dividin
 constexpr int64_t kStretch = 512;      // logits whose weights are summed at once
 constexpr int64_t kFineStretch = 16;
 constexpr int64_t kSortable = 64;  // so few candidates are sorted, more are cut down first
+constexpr int64_t kFew = 1024;     // so few allowed tokens are gathered, more are masked in place
 
 // A logit as filters see it, 0 for the highest, and in proportion to its probability.
 struct Scale {
@@ -76,15 +78,10 @@ bool has_counted_penalties(const SamplingParams& params) {
   return params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
 }
 
-bool must_hold_stop_ids(const SampleArgs& args) {
-  return args.num_tokens - args.num_prompt_tokens < args.params->min_tokens &&
-         !args.params->min_tokens_stop_ids.empty();
-}
-
 bool is_edited(const SampleArgs& args) {
   const SamplingParams& params = *args.params;
   return !params.bias_ids.empty() || params.repetition_penalty != 1.0 ||
-         has_counted_penalties(params) || must_hold_stop_ids(args);
+         has_counted_penalties(params);
 }
 
 // The repetition penalty, once on every token of prompt and output.
@@ -113,7 +110,7 @@ void penalize_counted(const SampleArgs& args, float* scores, int32_t* counts) {
   }
 }
 
-// Biases, penalties, masks, in this order: no penalty can touch a mask.
+// Biases, then penalties.
 const float* edit(const SampleArgs& args, SamplerScratch& scratch) {
   const SamplingParams& params = *args.params;
   float* scores = room_for(scratch.scores, args.vocab_size);
@@ -129,9 +126,32 @@ const float* edit(const SampleArgs& args, SamplerScratch& scratch) {
   };
   for (const int32_t token_id : params.bias_ids) clamp(token_id);
   for (int64_t i = 0; i < args.num_tokens; ++i) clamp(args.token_ids[i]);
-  if (must_hold_stop_ids(args))
-    for (const int32_t token_id : params.min_tokens_stop_ids) scores[token_id] = -INFINITY;
   return scores;
+}
+
+// -- Masks ---------------------------------------------------------------------------------------
+
+// What is chosen from.
+struct Scores {
+  const float* values;
+  int64_t size;
+  const int32_t* ids;  // null: they are the places
+
+  int32_t id(int64_t place) const { return ids == nullptr ? (int32_t)place : ids[place]; }
+};
+
+// The scores of the allowed tokens alone if they are few; else of all, the others -infinity.
+Scores mask(const float* scores, int64_t vocab_size, SamplerScratch& scratch) {
+  int32_t* ids = room_for(scratch.few_ids, kFew + 63);
+  const int64_t num_few = list_allowed(scratch.allowed, kFew, ids);
+  if (num_few >= 0) {
+    float* few = room_for(scratch.few_scores, num_few);
+    for (int64_t i = 0; i < num_few; ++i) few[i] = scores[ids[i]];
+    return {few, num_few, ids};
+  }
+  float* masked = room_for(scratch.scores, vocab_size);
+  kernels().sampling.mask(scores, scratch.allowed.data(), vocab_size, masked);
+  return {masked, vocab_size, nullptr};
 }
 
 // -- Filters -------------------------------------------------------------------------------------
@@ -269,37 +289,37 @@ int64_t draw(const float* x, int64_t n, const Scale& scale, double uniform,
   return index + find_stretch(x + index, std::min(kFineStretch, n - index), 1, scale, rest);
 }
 
-int32_t sample_random(const float* scores, float highest, const SampleArgs& args,
+int64_t draw_filtered(const Scores& scores, float highest, const SampleArgs& args,
                       SamplerScratch& scratch) {
   const SamplingParams& params = *args.params;
   const Scale scale{highest, (float)params.temperature};
   const double uniform = philox_uniform(params.seed, (int32_t)args.num_tokens, params.choice);
-  const float limit = filter_limit(scores, args.vocab_size, params, scale, scratch);
-  if (limit == -INFINITY) return (int32_t)draw(scores, args.vocab_size, scale, uniform, scratch);
-  const int64_t count = collect(scores, args.vocab_size, limit, scratch);
+  const float limit = filter_limit(scores.values, scores.size, params, scale, scratch);
+  if (limit == -INFINITY) return draw(scores.values, scores.size, scale, uniform, scratch);
+  const int64_t count = collect(scores.values, scores.size, limit, scratch);
   return scratch.indices[draw(scratch.values.data(), count, scale, uniform, scratch)];
 }
 
 // -- Log-probabilities ---------------------------------------------------------------------------
 
-// Of the untouched logits, whose greatest is `highest`; equal ones stand in the order of their ids.
-void find_logprobs(const SampleArgs& args, float highest, SamplerScratch& scratch,
-                   SampledRow& out) {
-  const int64_t n = args.vocab_size;
+// Of out.token_id, from the untouched logits, whose greatest is `highest`; equal ones stand in the
+// order of their ids.
+void find_logprobs(const float* logits, int64_t n, float highest, int64_t num_wanted,
+                   SamplerScratch& scratch, SampledRow& out) {
   const SamplingKernels& loops = kernels().sampling;
-  const float log_total = (float)log(loops.sum_exp(args.logits, n, highest, 1.0f));
+  const float log_total = (float)log(loops.sum_exp(logits, n, highest, 1.0f));
   const auto logprob = [&](float x) { return (x - highest) - log_total; };
-  out.logprob = logprob(args.logits[out.token_id]);
+  out.logprob = logprob(logits[out.token_id]);
   out.rank = 1;
   if (logprob(highest) > out.logprob) {
     const auto is_above = [&](float x) { return logprob(x) > out.logprob; };
-    out.rank += (int32_t)loops.count_at_least(args.logits, n, least_float(highest, is_above));
+    out.rank += (int32_t)loops.count_at_least(logits, n, least_float(highest, is_above));
   }
-  const int64_t num_top = std::min<int64_t>(args.params->num_logprobs, n);
+  const int64_t num_top = std::min(num_wanted, n);
   if (num_top == 0) return;
-  const float last = logprob(kth_greatest(args.logits, n, num_top, scratch));
+  const float last = logprob(kth_greatest(logits, n, num_top, scratch));
   const float limit = least_float(highest, [&](float x) { return logprob(x) >= last; });
-  const int64_t count = collect(args.logits, n, limit, scratch);
+  const int64_t count = collect(logits, n, limit, scratch);
   std::vector<std::pair<float, int32_t>> top(count);  // minus the log-probability, id
   for (int64_t i = 0; i < count; ++i) top[i] = {-logprob(scratch.values[i]), scratch.indices[i]};
   std::partial_sort(top.begin(), top.begin() + num_top, top.end());
@@ -309,29 +329,56 @@ void find_logprobs(const SampleArgs& args, float highest, SamplerScratch& scratc
   }
 }
 
+void clear(SampledRow& row) {
+  row.token_id = row.rank = 0;
+  row.failed = false;
+  row.logprob = 0.0f;
+  row.top_ids.clear();
+  row.top_logprobs.clear();
+}
+
 }  // namespace
 
 void sample_row(const SampleArgs& args, SamplerScratch& scratch, SampledRow& out) {
   const auto argmax = kernels().sampling.argmax;
   const SamplingParams& params = *args.params;
-  out.token_id = out.rank = 0;
-  out.logprob = 0.0f;
-  out.top_ids.clear();
-  out.top_logprobs.clear();
+  clear(out);
   const int64_t likeliest = argmax(args.logits, args.vocab_size);
-  const bool edited = is_edited(args);
-  const float* scores = args.logits;
+  out.failed = likeliest < 0;
+  if (out.failed) return;
+  Scores scores{args.logits, args.vocab_size, nullptr};
   int64_t best = likeliest;
-  if (edited && likeliest >= 0) {
-    scores = edit(args, scratch);
-    best = argmax(scores, args.vocab_size);
+  if (is_edited(args)) {
+    scores.values = edit(args, scratch);
+    best = argmax(scores.values, scores.size);
+  }
+  float highest = best < 0 ? -INFINITY : scores.values[best];
+  const bool is_greedy = !(params.temperature >= kGreedyBelow);
+  if (has_masks(args)) {
+    find_allowed(args, scratch);
+    // The best of all, if it is allowed, is the best of those that are.
+    const bool has_best = best >= 0 && is_allowed(scratch.allowed, best);
+    if (!has_best || !is_greedy) scores = mask(scores.values, args.vocab_size, scratch);
+    if (!has_best) {
+      best = argmax(scores.values, scores.size);
+      highest = best < 0 ? -INFINITY : scores.values[best];
+    }
   }
   out.failed = best < 0;
   if (out.failed) return;
-  out.token_id = params.temperature >= kGreedyBelow
-                     ? sample_random(scores, scores[best], args, scratch)
-                     : (int32_t)best;
-  if (params.num_logprobs >= 0) find_logprobs(args, args.logits[likeliest], scratch, out);
+  out.token_id = scores.id(is_greedy ? best : draw_filtered(scores, highest, args, scratch));
+  if (params.num_logprobs >= 0)
+    find_logprobs(args.logits, args.vocab_size, args.logits[likeliest], params.num_logprobs,
+                  scratch, out);
+}
+
+void score_row(const ScoreArgs& args, SamplerScratch& scratch, SampledRow& out) {
+  clear(out);
+  const int64_t likeliest = kernels().sampling.argmax(args.logits, args.vocab_size);
+  out.failed = likeliest < 0;
+  if (out.failed) return;
+  out.token_id = args.token_id;
+  find_logprobs(args.logits, args.vocab_size, args.logits[likeliest], args.num_top, scratch, out);
 }
 
 }  // namespace streamkv

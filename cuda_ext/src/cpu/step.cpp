@@ -6,8 +6,8 @@
 namespace streamkv {
 namespace {
 
-constexpr std::string_view kStepMagic = "SKI2";
-constexpr std::string_view kOutputMagic = "SKO2";
+constexpr std::string_view kStepMagic = "SKI3";
+constexpr std::string_view kOutputMagic = "SKO3";
 
 // Takes one thing after another off a message.
 class Reader {
@@ -61,6 +61,10 @@ RowAdded read_added(Reader& reader) {
   sampling.min_tokens = reader.number<int32_t>();
   sampling.num_logprobs = reader.number<int32_t>();
   sampling.top_k = reader.number<int32_t>();
+  const auto num_allowed = reader.number<int32_t>();
+  const auto num_bad_words = reader.number<int32_t>();
+  sampling.mask_slot = reader.number<int32_t>();
+  sampling.num_prompt_logprobs = reader.number<int32_t>();
   sampling.seed = reader.number<int64_t>();
   sampling.temperature = reader.number<double>();
   sampling.top_p = reader.number<double>();
@@ -73,6 +77,8 @@ RowAdded read_added(Reader& reader) {
   added.min_tokens_stop_ids = reader.array(num_stop_ids);
   added.bias_ids = reader.array(num_biases);
   added.bias_values = reader.array<float>(num_biases);
+  added.allowed_ids = reader.array(num_allowed);
+  added.bad_words = reader.array(num_bad_words);
   return added;
 }
 
@@ -87,18 +93,22 @@ void append(std::string& message, const std::vector<T>& values) {
     message.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
-void append_logprobs(std::string& message, const OutputRow& row) {
-  if (!row.has_logprobs || row.sampled.failed) {
-    append<int32_t>(message, -1);
-    append<int32_t>(message, 0);
-    append<double>(message, 0);
-    return;
-  }
-  append(message, static_cast<int32_t>(row.sampled.top_ids.size()));
-  append(message, row.sampled.rank);
-  append<double>(message, row.sampled.logprob);
-  append(message, row.sampled.top_ids);
-  append(message, row.sampled.top_logprobs);
+void append_logprobs(std::string& message, const SampledRow& row) {
+  append(message, static_cast<int32_t>(row.top_ids.size()));
+  append(message, row.rank);
+  append<double>(message, row.logprob);
+  append(message, row.top_ids);
+  append(message, row.top_logprobs);
+}
+
+bool has_logprobs(const OutputRow& row) {
+  return row.has_logprobs && !row.sampled.failed && !row.is_deferred;
+}
+
+void append_no_logprobs(std::string& message) {
+  append<int32_t>(message, -1);
+  append<int32_t>(message, 0);
+  append<double>(message, 0);
 }
 
 }  // namespace
@@ -134,12 +144,11 @@ int64_t step_id_of(std::string_view message) {
 }
 
 std::string write_output(const StepOutput& output) {
-  const bool with_logprobs =
-      std::any_of(output.rows.begin(), output.rows.end(),
-                  [](const OutputRow& row) { return row.has_logprobs && !row.sampled.failed; });
-  std::vector<int32_t> tokens, failed;
+  const bool with_logprobs = std::any_of(output.rows.begin(), output.rows.end(), has_logprobs);
+  std::vector<int32_t> tokens, failed, deferred;
   for (const OutputRow& row : output.rows) {
     if (row.sampled.failed) failed.push_back(static_cast<int32_t>(tokens.size()));
+    if (row.is_deferred) deferred.push_back(static_cast<int32_t>(tokens.size()));
     tokens.push_back(row.sampled.token_id);
   }
   std::string message(kOutputMagic);
@@ -148,16 +157,21 @@ std::string write_output(const StepOutput& output) {
   append(message, output.duration_s);
   append(message, output.copies_s);
   append(message, static_cast<int32_t>(failed.size()));
+  append(message, static_cast<int32_t>(deferred.size()));
   append(message, static_cast<int32_t>(with_logprobs ? tokens.size() : 0));
+  append(message, static_cast<int32_t>(output.scored.size()));
   append(message, static_cast<int32_t>(output.copies_done.size()));
   append<int32_t>(message, 0);  // of copies that failed: those in neither list have, with an error
   append(message, static_cast<int32_t>(output.error.size()));
   append<int32_t>(message, 0);
   append(message, tokens);
   append(message, failed);
+  append(message, deferred);
   append(message, output.copies_done);
   if (with_logprobs)
-    for (const OutputRow& row : output.rows) append_logprobs(message, row);
+    for (const OutputRow& row : output.rows)
+      has_logprobs(row) ? append_logprobs(message, row.sampled) : append_no_logprobs(message);
+  for (const SampledRow& row : output.scored) append_logprobs(message, row);
   message += output.error;
   return message;
 }

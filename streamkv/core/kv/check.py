@@ -83,10 +83,13 @@ def _check_table(
     block_size, num_computed = tree.block_size, sequence.num_computed_tokens
     if num_computed > sequence.num_tokens and sequence.finish_reason is None:
         raise IntegrityError("I2", f"{sequence} computed more tokens than it has")
-    if len(sequence.block_table) != -(-num_computed // block_size):
+    num_spare = len(sequence.block_table) - -(-num_computed // block_size)
+    # It was run ahead once, in vain.
+    if num_spare < 0 or (num_spare > 0 and not sequence.is_gated):
         raise IntegrityError("I2", f"{sequence} has a table of the wrong length")
     prefix = salt_digest(cache_salt)
-    packed = sequence.token_ids[:num_computed].tobytes()
+    # The last token of one that is gated may be computed already, and is to be computed again.
+    packed = sequence.token_ids[: num_computed + sequence.is_gated].tobytes()
     known = len(prefix) + len(packed)  # of tokens that were dropped, nobody knows the content
     packed = prefix + packed
     for index, block_id in enumerate(sequence.block_table):

@@ -89,8 +89,12 @@ class KVManager:
     # --- finding -----------------------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """The cached prefix of its tokens, on any tier; takes no reference."""
-        return self.tree.match(sequence.token_ids, self._salt(sequence.request))
+        """The cached prefix of its tokens, on any tier; takes no reference. Tokens after the last
+        that has a score, if it wants them, are to be computed."""
+        token_ids, num_scored = sequence.token_ids, sequence.num_scored_tokens
+        if num_scored < sequence.num_prompt_tokens:
+            token_ids = token_ids[:num_scored]
+        return self.tree.match(token_ids, self._salt(sequence.request))
 
     def num_free_blocks_needed(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Free blocks it takes to hold all its tokens now: new ones, and hits that are free.

@@ -42,7 +42,8 @@ const Kernels STREAMKV_PART(kKernels) = {
      {quantized_embedding_num_items, quantized_embedding_run},
      {STREAMKV_PART(quantized_matmul_num_items), STREAMKV_PART(quantized_matmul_run)},
      {quantize_num_items, quantize_run}},
-    {argmax, sum_exp, count_at_least, collect_at_least, collect_between, group_maxima},
+    {argmax, sum_exp, count_at_least, collect_at_least, collect_between, group_maxima,
+     mask},
     {peak_fma, kPeakBf16Dot, peak_int8_dot, peak_read},
 };
 

@@ -209,4 +209,27 @@ inline int64_t group_maxima(const float* x, int64_t n, int64_t depth, float* max
   return count;
 }
 
+// Lane i of x if bit i of the lowest `bits` is set, else -infinity.
+inline vfloat keep_lanes(vfloat x, uint32_t bits) {
+#if defined(__AVX512F__)
+  return _mm512_mask_blend_ps((__mmask16)bits, broadcast(kBelowAll), x);
+#else
+  const vuint lane_bits = (vuint{} + 1u) << (vuint)lane_index();
+  const auto chosen = (vuint)((broadcast_word(bits) & lane_bits) == lane_bits);
+  return (vfloat)(((vuint)x & chosen) | ((vuint)broadcast(kBelowAll) & ~chosen));
+#endif
+}
+
+inline void mask(const float* x, const int32_t* bits, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const auto word = (uint32_t)bits[i / 32];
+    each<32 / kWidth>([&](int part) {
+      const int first = part * kWidth;
+      store(out + i + first, keep_lanes(load(x + i + first), word >> first));
+    });
+  }
+  for (; i < n; ++i) out[i] = (uint32_t)bits[i / 32] >> (i % 32) & 1 ? x[i] : kBelowAll;
+}
+
 }  // namespace

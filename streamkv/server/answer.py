@@ -1,0 +1,428 @@
+"""One running answer: from the engine's deltas to numbered events, and from there to a reader.
+
+Owns the way between a request's TokenStreams and its reader: a writer makes events of deltas, the
+answer numbers them and writes them to an outlet, a connection or a lane of one. It must not know
+what events say (the writer does) nor how they travel (the outlet does). Everything happens in
+callbacks on the event loop: of the engine, which has tokens, and of the outlet, which is open
+again. There is no task, future or lock for each token.
+
+Invariants:
+
+- While the outlet is closed, nothing is taken from the streams: deltas merge there. So a slow
+  reader costs bounded memory and keeps nobody waiting.
+- The events of an answer have the numbers 0, 1, 2 ...; a reader gets each once, in order. Of
+  `end` and `fail` of the writer exactly one is called, once, as the last; none if the answer
+  failed before its first event (`error` says why).
+- Whatever fails, the writer or the outlet, ends this answer alone, and its requests are aborted.
+- Where there is no log, events wait only for the outlet that was attached when they were made, and
+  never more of them than one delta brings.
+- When the reader is gone, `OnDisconnect` says what becomes of the request. Without a reader
+  nothing is taken either, until all streams have ended; then the rest goes into the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ..engine.stream import TokenDelta, TokenStream
+from ..errors import GoneError, InvalidRequestError, NotFoundError, StreamkvError
+from .event_log import Event, EventLog, LogBudget
+from .generation import Generation, Source
+
+if TYPE_CHECKING:
+    from ..engine.async_engine import AsyncEngine
+
+__all__ = [
+    "PLAIN",
+    "Answer",
+    "AnswerWriter",
+    "Event",
+    "Generation",
+    "OnDisconnect",
+    "Outlet",
+    "Policy",
+    "Source",
+]
+
+logger = logging.getLogger(__name__)
+
+# Each about a millisecond; then others have a turn.
+TAKES_PER_TURN = 64  # deltas, and as many log-probabilities
+WRITES_PER_TURN = 512  # events that are made already
+
+
+class OnDisconnect(StrEnum):
+    """What becomes of a request whose reader is gone."""
+
+    ABORT = "abort"
+    CONTINUE = "continue"  # it goes on until it has ended, or the window has passed
+    PAUSE = "pause"  # it gives its place on the device back until the reader returns
+
+
+class Policy(NamedTuple):
+    """How an answer deals with the loss of its reader."""
+
+    resumable: bool = False  # its events are kept
+    on_disconnect: OnDisconnect = OnDisconnect.ABORT
+    window_s: float = 0.0  # so long it lives without a reader
+
+
+PLAIN = Policy()
+
+
+class AnswerWriter(Protocol):
+    """Makes one answer's events. Synchronous; knows no transport."""
+
+    def begin(self, streams: Sequence[TokenStream]) -> Sequence[Event]:
+        """All prompts are admitted. What goes wrong before the first event is no event but an
+        error of the request."""
+
+    def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
+        """The events of one delta."""
+
+    def end(self) -> Sequence[Event]:
+        """The last events, after the last delta of all prompts."""
+
+    def fail(self, error: BaseException) -> Sequence[Event]:
+        """The last events of an answer that broke."""
+
+
+class Outlet(Protocol):
+    """Where an answer's events go: a connection, or a lane of one."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be written to now."""
+
+    def write(self, number: int, event: Event) -> None:
+        """Send one event. Only called while `is_open`."""
+
+    def ended(self) -> None:
+        """No event will follow: the answer has ended, or somebody else reads it now."""
+
+
+class Answer(Generation):
+    """One streamed answer. Event-loop thread only."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        writer: AnswerWriter,
+        engine: AsyncEngine,
+        budget: LogBudget,
+        *,
+        policy: Policy,
+        owner: bytes = b"",
+    ) -> None:
+        super().__init__(answer_id, owner=owner)
+        self.policy = policy
+        self.num_events = 0
+        self.log = EventLog(budget) if policy.resumable else None
+        self._writer = writer
+        self._engine = engine
+        self._outlet: Outlet | None = None
+        self._cursor = 0  # the number of the next event for the outlet
+        self._waiting: deque[Event] = deque()  # for the outlet, where there is no log
+        self._ready: dict[int, None] = {}  # prompts whose streams have something, in order
+        self._unfinished: set[int] = set()  # prompts whose last delta was not taken yet
+        self._running: list[int] = []  # prompts not known to have all their tokens
+        self._is_plain = False  # a turn brings one delta at most
+        self._is_pumping = False
+        self._is_paused = False
+        self._is_forgotten = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
+
+    @property
+    def has_reader(self) -> bool:
+        return self._outlet is not None
+
+    # --- its life ----------------------------------------------------------------------------
+
+    async def start(self, sources: Sequence[Source]) -> None:
+        """Admit all prompts or none, raising what a TokenStream does; then events begin."""
+        try:
+            await self.admit(sources)
+        except BaseException:
+            self.end()
+            raise
+        if self._is_paused:  # the reader has left meanwhile
+            self._pause()
+        self._is_plain = all(_has_one_delta(stream) for stream in self.streams)
+        self._running.extend(range(len(self.streams)))
+        self._unfinished.update(self._running)
+        self._guard(self._begin)
+        if len(self.streams) == 1:
+            self.streams[0].subscribe(self._on_only_stream)
+            return
+        for prompt, stream in enumerate(self.streams):
+            stream.subscribe(functools.partial(self._on_stream, prompt))
+
+    def end(self) -> None:
+        """No event is made any more. Idempotent."""
+        self._stop_timer()
+        self._ready.clear()
+        self._unfinished.clear()
+        super().end()
+        self._ended.set()
+
+    async def wait_ended(self) -> None:
+        """Until all its events are made, which its reader may not have been given yet."""
+        await self._ended.wait()
+
+    def attach(self, outlet: Outlet, *, after: int = -1) -> None:
+        """Write the events after number `after` to this outlet: those of the log, then the others
+        as they come. There is one reader: a new one takes over.
+
+        GoneError `events_dropped` if the log begins later, NotFoundError `not_resumable` if there
+        is none; InvalidRequestError for a number that has not been reached.
+        """
+        self._check_after(after)
+        before, self._outlet = self._outlet, outlet
+        self._cursor = after + 1
+        self._stop_timer()
+        if self._is_paused:
+            self._is_paused = False
+            for stream in self.streams:
+                self._engine.resume(stream.request_id)
+        if before is not None:
+            self._tell_ended(before)
+        self.pump()
+
+    def _check_after(self, after: int) -> None:
+        first = self._cursor if self.log is None else self.log.first
+        if self.log is None and (after >= 0 or self.num_events or self.is_ended):
+            raise NotFoundError(
+                f"{self.answer_id}: its events are not kept; ask with stream_options "
+                '{"resumable": true}',
+                code="not_resumable",
+            )
+        if after + 1 < first:
+            raise GoneError(
+                f"{self.answer_id}: events up to {first - 1} were dropped, and event {after + 1} "
+                "with them; send the request again",
+                code="events_dropped",
+            )
+        if after >= self.num_events:
+            raise InvalidRequestError(
+                f"after: expected at most {self.num_events - 1}, the number of the last event, got "
+                f"{after}",
+                param="after",
+            )
+
+    def detach(self, outlet: Outlet) -> None:
+        """Its connection is lost. Nothing happens if it is not the present one."""
+        if self._outlet is not outlet:
+            return
+        self._outlet = None
+        self._waiting.clear()
+        if self.is_ended:
+            return self._give_back()
+        if self.policy.on_disconnect is OnDisconnect.ABORT:
+            self.cancel()
+            return
+        if self.policy.on_disconnect is OnDisconnect.PAUSE:
+            self._guard(self._pause)
+        if self.policy.window_s < float("inf"):
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self.policy.window_s, self.cancel)
+
+    def forget(self) -> None:
+        """It can't be found any more: its log goes when its reader has it."""
+        self._is_forgotten = True
+        self._give_back()
+
+    def cancel(self) -> None:
+        """End it soon, with what there is so far. Idempotent."""
+        super().cancel()
+        if not self.is_ended and self._unfinished:
+            self._ready.update(dict.fromkeys(sorted(self._unfinished)))
+            self.pump()
+
+    def _pause(self) -> None:
+        self._is_paused = True
+        for stream in self.streams:
+            self._engine.pause(stream.request_id)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- events ------------------------------------------------------------------------------
+
+    def _on_only_stream(self) -> None:
+        """As `_on_stream`; quick for a delta to a reader who has all before it."""
+        outlet = self._outlet
+        if (
+            outlet is None
+            or self._is_pumping
+            or self._cursor != self.num_events
+            or not outlet.is_open
+        ):
+            return self._on_stream(0)
+        self._is_pumping = True
+        try:
+            delta = self.streams[0].take()
+            if delta is not None:
+                events = self._writer.push(0, delta)
+                if len(events) == 1:
+                    self._write(events[0], outlet)
+                else:
+                    self._emit(events)
+        except Exception as exc:
+            return self._fail(exc)
+        finally:
+            self._is_pumping = False
+        if delta is None or delta.finish_reason is not None or not self._is_plain:
+            self._on_stream(0)
+
+    def _on_stream(self, prompt: int) -> None:
+        """The engine has something for a prompt, or no more."""
+        if prompt in self._unfinished:
+            self._ready[prompt] = None
+            self.pump()
+
+    def pump(self) -> None:
+        """Write what there is while the outlet is open: called whenever there is more of either."""
+        if not self._is_pumping:
+            self._is_pumping = True
+            try:
+                self._guard(self._pump)
+            finally:
+                self._is_pumping = False
+
+    def _guard(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as exc:
+            self._fail(exc)
+
+    def _begin(self) -> None:
+        self._emit(self._writer.begin(self.streams))
+
+    def _pump(self) -> None:
+        num_left = TAKES_PER_TURN
+        while self._flows():
+            prompt = next(iter(self._ready), None)
+            if prompt is None:
+                return
+            if num_left <= 0:
+                asyncio.get_running_loop().call_soon(self.pump)
+                return
+            stream = self.streams[prompt]
+            delta = stream.take()
+            if delta is not None:
+                num_left -= 1 + len(delta.logprobs)
+                self._emit(self._writer.push(prompt, delta))
+                continue
+            del self._ready[prompt]
+            if stream.error is not None:
+                self._fail(stream.error)
+            elif stream.done:
+                self._unfinished.discard(prompt)
+                if not self._unfinished:
+                    self._emit(self._writer.end())
+                    self._finish()
+
+    def _flows(self) -> bool:
+        """Whether more may be taken now. First what was made before is written."""
+        outlet = self._outlet
+        if outlet is None:  # there is time, until all has come
+            running = self._running
+            while running and self.streams[running[-1]].finish_s is not None:
+                running.pop()
+            return not self.is_ended and not running
+        last = self._cursor + WRITES_PER_TURN
+        while outlet.is_open and self._cursor < self.num_events:
+            number = self._cursor
+            if number == last:
+                asyncio.get_running_loop().call_soon(self.pump)
+                return False
+            event = self._waiting.popleft() if self.log is None else self.log[number]
+            self._cursor = number + 1
+            self._send(number, event, outlet)
+        if self.is_ended and self._cursor == self.num_events:
+            self._drop_outlet()
+        return outlet.is_open and not self.is_ended
+
+    def _write(self, event: Event, outlet: Outlet) -> None:
+        """Number an event, and write it to an outlet that is open and has all before it."""
+        number = self.num_events
+        self.num_events = self._cursor = number + 1
+        if self.log is not None:
+            self.log.append(event, keep_from=number + 1)
+        self._send(number, event, outlet)
+
+    def _send(self, number: int, event: Event, outlet: Outlet) -> None:
+        try:
+            outlet.write(number, event)
+        except Exception:
+            self._drop_outlet()  # it is not told how the answer ends
+            raise
+
+    def _emit(self, events: Sequence[Event]) -> None:
+        """Number these events, and write or keep them."""
+        for event in events:
+            number, outlet = self.num_events, self._outlet
+            if outlet is not None and self._cursor == number and outlet.is_open:
+                self._write(event, outlet)
+                continue
+            self.num_events = number + 1
+            if self.log is not None:
+                self.log.append(event, keep_from=number + 1 if outlet is None else self._cursor)
+            elif outlet is not None:
+                self._waiting.append(event)
+
+    def _fail(self, error: BaseException) -> None:
+        """End with an error: as an event, unless there has been none."""
+        if not isinstance(error, StreamkvError):
+            logger.error("answer %s failed", self.answer_id, exc_info=error)
+        if self.is_ended:  # what failed is the outlet
+            return self._drop_outlet()
+        self.error = error
+        try:
+            if self.num_events:
+                self._emit(self._writer.fail(error))
+        except Exception:
+            logger.exception("answer %s: telling of its failure failed", self.answer_id)
+            self._drop_outlet()
+        self._finish()
+
+    def _finish(self) -> None:
+        """All events are made."""
+        self.end()
+        self._guard(self._flush)
+
+    def _flush(self) -> None:
+        self._flows()
+
+    def _drop_outlet(self) -> None:
+        """It gets nothing more."""
+        outlet, self._outlet = self._outlet, None
+        if outlet is not None:
+            self._tell_ended(outlet)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._is_forgotten and self._outlet is None and self.log is not None:
+            self.log.clear()
+
+    def _tell_ended(self, outlet: Outlet) -> None:
+        try:
+            outlet.ended()
+        except Exception:
+            logger.exception("answer %s: an outlet failed at the end", self.answer_id)
+
+
+def _has_one_delta(stream: TokenStream) -> bool:
+    """Whether a turn of the engine brings one delta at most."""
+    sampling = stream.sampling
+    wants_more = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
+    return sampling.n == 1 and not wants_more and not stream.wants_progress

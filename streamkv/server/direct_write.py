@@ -1,0 +1,117 @@
+"""Writing straight to the transports: `send` of the ASGI costs a coroutine, a dict and some checks
+for each piece.
+
+Owns the batch of a turn's writes, and what a connection's writer has in common over HTTP and
+WebSockets. A request's scope offers its writer as the extension WRITE; under a server that isn't
+ours it isn't there, and who writes uses `send`. Knows nothing about what is written. Invariants:
+
+- What is written here arrives in order with what is sent by `send`.
+- The transport's pause and resume reach the one who writes, and so does the loss of the connection,
+  after which nothing is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from starlette.types import Scope
+
+WRITE = "streamkv.write"
+MAX_PIECES = 64  # that wait for the end of a turn; then the transport says whether it is full
+
+
+def _nothing() -> None: ...
+
+
+class WriteBatch:
+    """What was written to many connections in one turn of the engine, sent in one go after it.
+
+    Each piece is a system call, and one that finds its reader asleep costs several times as much as
+    one that finds it busy: in between lies the work on other streams. A connection that was
+    written to several times has them joined.
+    """
+
+    def __init__(self) -> None:
+        self._writers: list[DirectWriter] = []
+
+    def add(self, writer: DirectWriter) -> None:
+        """It has something, for the first time since it was flushed."""
+        if not self._writers:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._writers.append(writer)
+
+    def _flush(self) -> None:
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.flush()
+
+
+class DirectWriter:
+    """Writes to one connection. `on_paused`, `on_resumed` and `on_lost` are its user's to set."""
+
+    def __init__(self, batch: WriteBatch, transport: asyncio.Transport) -> None:
+        self.is_writable = True
+        self.on_paused: Callable[[], None] = _nothing
+        self.on_resumed: Callable[[], None] = _nothing
+        self.on_lost: Callable[[], None] = _nothing
+        self._batch = batch
+        self._transport = transport
+        self._is_lost = False
+        self._pieces: list[bytes] = []
+
+    def _add(self, piece: bytes) -> None:
+        pieces = self._pieces
+        if not pieces:
+            self._batch.add(self)
+        pieces.append(piece)
+        if len(pieces) >= MAX_PIECES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send now what was written."""
+        pieces = self._pieces
+        if pieces:
+            self._pieces = []
+            if not self._is_lost:
+                self._transport.write(self._framed(pieces))
+
+    def _framed(self, pieces: list[bytes]) -> bytes:
+        """As they stand on the wire."""
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def pause(self) -> None:
+        self.is_writable = False
+        self.on_paused()
+
+    def resume(self) -> None:
+        self.is_writable = True
+        self.on_resumed()
+
+    def lose(self) -> None:
+        """The connection is lost, or being closed: nothing is sent any more."""
+        self.is_writable = False
+        self._is_lost = True
+        self._pieces.clear()
+        self.on_lost()
+        self.on_paused = self.on_resumed = self.on_lost = _nothing
+
+
+class Config(uvicorn.Config):
+    """uvicorn's, with what the connections of a server share."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batch = WriteBatch()
+
+
+def batch_of(config: uvicorn.Config) -> WriteBatch:
+    assert isinstance(config, Config)
+    return config.batch
+
+
+def direct_writer(scope: Scope) -> Any:
+    """The BodyWriter or FrameWriter that the server offers; None under one that doesn't."""
+    return scope.get("extensions", {}).get(WRITE)

@@ -1,0 +1,99 @@
+"""uvicorn's HTTP protocol, whose requests offer a writer of their body.
+
+Owns the framing of that body: in chunks over HTTP/1.1, until the connection is closed over
+HTTP/1.0. Knows nothing about endpoints. Invariant: what can't be parsed gets an answer of OpenAI's
+shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from .direct_write import WRITE, DirectWriter, batch_of
+from .wire import encode, http_error_body
+
+_ENDLESS_BYTES = 1 << 62
+
+
+class BodyWriter(DirectWriter):
+    """The body of one HTTP answer whose head is sent by `send`: `begin`, the head, any number of
+    `write`, `finish`, and an empty last piece by `send`."""
+
+    def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
+        super().__init__(batch_of(protocol.config), cycle.transport)
+        self._protocol = protocol
+        self._cycle = cycle
+        self._is_chunked = cycle.scope["http_version"] != "1.0"
+
+    def begin(self) -> None:
+        """The head comes next."""
+        self._protocol.writer = self
+        self.is_writable = not self._cycle.flow.write_paused and not self._cycle.disconnected
+        if not self._is_chunked:  # the end of the connection is that of the body
+            self._cycle.chunked_encoding = False
+            self._cycle.expected_content_length = _ENDLESS_BYTES
+
+    def write(self, data: bytes) -> None:
+        """Some of the body, not empty. All of it is taken; `is_writable` says whether more should
+        follow."""
+        self._add(data)
+
+    def _framed(self, pieces: list[bytes]) -> bytes:
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"%b%b\r\n" % (_chunk_head(len(data)), data) if self._is_chunked else data
+
+    def finish(self) -> None:
+        """The last piece comes next."""
+        self.flush()
+        self._protocol.writer = None
+        if not self._is_chunked:
+            self._cycle.expected_content_length = 0
+
+
+@functools.lru_cache(4096)
+def _chunk_head(num: int) -> bytes:
+    return b"%x\r\n" % num
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's, whose requests offer a BodyWriter."""
+
+    writer: BodyWriter | None = None
+
+    def on_headers_complete(self) -> None:
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:  # and its task has not run yet
+            scope: Any = self.scope
+            scope["extensions"] = {WRITE: BodyWriter(self, self.cycle)}
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.writer is not None:
+            self.writer.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.writer is not None:
+            self.writer.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            writer.lose()
+
+    def send_400_response(self, msg: str) -> None:
+        """To bytes that are no HTTP."""
+        body = encode(http_error_body(HTTPStatus.BAD_REQUEST, msg))
+        head = STATUS_LINE[400] + b"content-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self.transport.close()

@@ -1,0 +1,150 @@
+"""One response on a WebSocket: its answer, where it is written, and the one that succeeds it.
+
+Owns what a connection must know of a response to go on from it when it was steered, and how its
+successor is made. Knows no lane. Invariant: the successor's prompt begins with the very tokens of
+its predecessor's prompt and output, so that their KV is found in the cache; where there is no
+output, or the chat template doesn't show where it ends, the conversation is written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec import structs
+from starlette.websockets import WebSocket
+
+from .answer import Answer, Event, Policy
+from .answers import answers_of
+from .response_events import Numbers
+from .response_items import InputItem
+from .response_object import FunctionCall, ReasoningItem
+from .response_opening import Asked, OpenedResponse, ask, open_response
+from .response_prompt import continue_prompt
+from .response_store import ResponseStore, Shelves
+from .steering import Steer
+from .wire import encode
+from .ws_outlet import LaneOutlet, SocketWriter
+
+
+class LaneWriter(LaneOutlet):
+    """Where one response writes: its events name the lane."""
+
+    def __init__(
+        self, writer: SocketWriter, stream_id: str | None, *, credits: int | None = None
+    ) -> None:
+        super().__init__(writer, credits=credits)
+        self._tail = lane_tail(stream_id)
+
+    def write(self, number: int, event: Event) -> None:
+        if self.num_credits is not None:
+            self.num_credits -= 1
+        data = event.data
+        self._writer.write(data[:-1] + self._tail if self._tail else data)
+
+
+def lane_tail(stream_id: str | None) -> bytes:
+    """What stands in the place of an event's last brace in a lane; nothing in the unnamed one."""
+    return b"" if stream_id is None else b',"stream_id":%b}' % encode(stream_id)
+
+
+class SocketAnswer(Answer):
+    """The answer of a `response.create`."""
+
+    def __init__(self, websocket: WebSocket, opened: OpenedResponse, policy: Policy) -> None:
+        answers = answers_of(websocket)
+        super().__init__(
+            opened.record.id,
+            opened.writer,
+            answers.engine,
+            answers.budget,
+            policy=policy,
+            owner=opened.record.owner,
+        )
+        self.opened = opened
+        self.num_held_bytes = opened.record.turn.num_bytes
+        self.stream_id: str | None = None  # of the lane that it is read in
+        self.steers: list[Steer] = []  # for its successor
+
+    @property
+    def can_be_steered(self) -> bool:
+        """Whether it can end at any time, with what it has until then."""
+        body = self.opened.asked.body
+        return body.generates and not (body.use_beam_search or (body.best_of or 1) > 1)
+
+    @property
+    def accepts_steers(self) -> bool:
+        """Until it has ended, or else until it has a successor."""
+        is_cancelled = self.is_cancelled and not self.opened.writer.is_steered
+        return bool(self.steers) or not (self.is_ended or is_cancelled)
+
+    @property
+    def required_calls(self) -> Sequence[FunctionCall]:
+        """The calls that the client is to answer before it goes on."""
+        calls = self.opened.record.response.calls
+        return [call for call in calls if call.status == "completed"]
+
+    @property
+    def steering_items(self) -> list[InputItem]:
+        """What its successor is asked besides, in the order in which it came."""
+        return [item for steer in self.steers for item in steer.items]
+
+    @property
+    def num_steer_bytes(self) -> int:
+        return sum(len(steer.input) for steer in self.steers)
+
+    def steer(self, steer: Steer) -> None:
+        """Take this input. The response ends, unless it calls functions: what that asks for comes
+        first."""
+        self.steers.append(steer)
+        writer = self.opened.writer
+        if not (self.is_ended or writer.has_calls):
+            writer.is_steered = True
+            self.cancel()
+
+    def tell(self, make: Callable[[Numbers], Event], writer: SocketWriter) -> None:
+        """Send an event of steering, numbered as the others of its response."""
+        if self.is_ended:
+            data, tail = make(self.opened.writer.numbers).data, lane_tail(self.stream_id)
+            writer.write(data[:-1] + tail if tail else data)
+        else:
+            self.opened.writer.insert(make)
+
+
+async def open_successor(
+    websocket: WebSocket, shelves: Shelves, store: ResponseStore, answer: SocketAnswer
+) -> OpenedResponse:
+    """The response that goes on from one that has ended, with what it was steered by. Raises what
+    `ask` and `open_response` do."""
+    before = answer.opened.asked
+    body = structs.replace(
+        before.body, input=None, previous_response_id=answer.answer_id, request_id=None
+    )
+    items = answer.steering_items
+    asked = await ask(websocket, body, shelves, previous=before.turn, before=items)
+    prompt = await _continued(answer, asked, num_new=len(items))
+    return await open_response(websocket, asked, shelves, store, prompt=prompt)
+
+
+async def _continued(answer: SocketAnswer, asked: Asked, *, num_new: int) -> list[int] | None:
+    """The tokens to go on from; None to make them of the conversation."""
+    (stream,) = answer.streams
+    (so_far,) = stream.so_far()
+    if not so_far.token_ids:
+        return None
+    messages = [*asked.instructions, *await asked.messages()]
+    place = len(messages) - num_new
+    if place and messages[place - 1]["role"] == "assistant":
+        place -= 1
+    else:  # nothing of its output was shown
+        messages.insert(place, {})
+    output = answer.opened.record.response.output
+    reasoning = asked.plan.reasoning
+    is_open = reasoning is not None and bool(output) and isinstance(output[-1], ReasoningItem)
+    return await continue_prompt(
+        asked.engine,
+        [*stream.prompt_token_ids, *so_far.token_ids],
+        messages,
+        asked.template,
+        answer=place,
+        closing=reasoning.closing if reasoning is not None and is_open else "",
+    )

@@ -1,0 +1,181 @@
+"""Which texts an answer may be, as clients say it: `response_format`, `structured_outputs` and
+vLLM's older `guided_*`.
+
+Owns these fields and how they become StructuredOutputs. Knows no grammar: whether a schema can be
+followed says the engine, when the request is admitted. Invariant: a schema is never decoded here;
+it is handed on as the JSON that the client sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from ..errors import InvalidRequestError
+from ..sampling import StructuredOutputs
+from .request_fields import GenerationFields
+from .wire import decode_body, renaming_fields
+
+T = TypeVar("T")
+
+NULL = msgspec.Raw(b"null")  # what a field is that may be anything and isn't there
+
+
+class Structure(NamedTuple):
+    """What an answer is to match, and the client's field that says so."""
+
+    outputs: StructuredOutputs
+    field: str
+
+
+class _JsonSchema(msgspec.Struct):
+    """OpenAI's. With or without `strict`, the answer matches the schema."""
+
+    schema: msgspec.Raw = NULL
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: _JsonSchema | None = None
+    schema: msgspec.Raw = NULL  # llama.cpp's, beside json_object
+
+
+class _StructuredOutputs(msgspec.Struct):
+    """vLLM's, and `lark`, a grammar as llguidance reads it."""
+
+    json: msgspec.Raw = NULL
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: msgspec.Raw = NULL
+    lark: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None  # of vLLM's: there is one backend here
+    whitespace_pattern: str | None = None
+
+
+class StructureFields(GenerationFields, kw_only=True):
+    """Fields of a request of which at most one may say what the answer is to match."""
+
+    response_format: msgspec.Raw = NULL
+    structured_outputs: msgspec.Raw = NULL
+    guided_json: msgspec.Raw = NULL
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None  # a hint: there is one backend here
+
+    def structure(self) -> Structure | None:
+        """What they say; None where the answer is free. InvalidRequestError."""
+        found = [
+            Structure(outputs, field)
+            for field, outputs in (
+                ("response_format", _of_response_format(self.response_format)),
+                ("structured_outputs", _of_structured_outputs(self.structured_outputs)),
+                *self._guided(),
+            )
+            if outputs is not None
+        ]
+        if len(found) > 1:
+            first, second = found[0].field, found[1].field
+            raise InvalidRequestError(
+                f"{second}: expected nothing beside {first}, which says already what the answer is "
+                "to match; leave one out",
+                param=second,
+            )
+        return found[0] if found else None
+
+    def _guided(self) -> list[tuple[str, StructuredOutputs]]:
+        given: list[tuple[str, str, Any]] = [
+            ("guided_json", "json", _json_value(self.guided_json)),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            ("guided_json_object", "json_object", self.guided_json_object or None),
+        ]
+        return [
+            (
+                field,
+                _structured(
+                    field, {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
+                ),
+            )
+            for field, kind, value in given
+            if value is not None
+        ]
+
+
+def _decode(raw: msgspec.Raw, decoder: msgspec.json.Decoder[T], field: str) -> T:
+    """The field's JSON as a Struct. InvalidRequestError names what of it is wrong."""
+    try:
+        return decode_body(bytes(raw), decoder)
+    except InvalidRequestError as exc:
+        param = field if exc.param is None else f"{field}.{exc.param}"
+        reason = exc.message.partition(": ")[2]
+        raise InvalidRequestError(f"{param}: {reason}", param=param) from None
+
+
+_response_format_decoder = msgspec.json.Decoder(_ResponseFormat)
+_structured_outputs_decoder = msgspec.json.Decoder(_StructuredOutputs)
+
+
+def _of_response_format(raw: msgspec.Raw) -> StructuredOutputs | None:
+    if raw == NULL:
+        return None
+    name = "response_format"
+    given = _decode(raw, _response_format_decoder, name)
+    match given.type:
+        case "text":
+            return None
+        case "json_object" if given.schema == NULL:
+            return StructuredOutputs(json_object=True)
+        case "json_object":
+            return _structured(name, {"json": _json_value(given.schema)})
+        case "json_schema":
+            if given.json_schema is None:
+                raise InvalidRequestError(
+                    f"{name}.json_schema: required field is missing", param=f"{name}.json_schema"
+                )
+            schema = _json_value(given.json_schema.schema)
+            return _structured(name, {"json": '{"type":"object"}' if schema is None else schema})
+        case "structural_tag":
+            return _structured(name, {"structural_tag": _json_value(raw)})
+    raise InvalidRequestError(
+        f"{name}.type: expected text, json_object, json_schema or structural_tag, got "
+        f"{given.type!r:.100}",
+        param=f"{name}.type",
+    )
+
+
+def _of_structured_outputs(raw: msgspec.Raw) -> StructuredOutputs | None:
+    if raw == NULL:
+        return None
+    given = _decode(raw, _structured_outputs_decoder, "structured_outputs")
+    fields = msgspec.structs.asdict(given)
+    del fields["disable_fallback"]
+    fields |= {name: _json_value(fields[name]) for name in ("json", "structural_tag")}
+    return _structured("structured_outputs", fields)
+
+
+def _structured(field: str, fields: dict[str, Any]) -> StructuredOutputs:
+    """Of the engine's fields; its errors name the client's."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    with renaming_fields({"structured_outputs": field}):
+        return StructuredOutputs(**given)
+
+
+def _json_value(raw: msgspec.Raw) -> str | msgspec.Raw | None:
+    """A schema as JSON text: the client's JSON, or the text in the string that it sent."""
+    if raw == NULL:
+        return None
+    if bytes(memoryview(raw)[:1]) == b'"':
+        return msgspec.json.decode(raw, type=str)
+    return raw

@@ -1,0 +1,161 @@
+"""What the responses of one connection are steered by, until it is in a successor or goes back.
+
+Owns which response may be steered, and what waits for which. Knows no lane and no engine.
+Invariant:
+each input that was accepted is in the `steers` of one answer until that has a successor, or until
+it is returned; what waits is bounded, in number and in bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from ..errors import InvalidRequestError, StreamkvError
+from .answer import Answer
+from .response_answer import SocketAnswer
+from .response_events import Numbers
+from .response_store import Shelves
+from .steering import (
+    MAX_PENDING_STEERS,
+    SteerCommand,
+    SteerError,
+    accepted_event,
+    failed_event,
+    new_steer,
+    pending_event,
+    read_command,
+    read_items,
+)
+from .ws_outlet import SocketWriter
+
+MAX_WAITING = 64  # responses whose steering waits for the outputs of their calls
+
+
+class Steers:
+    """Owner: the connection's lanes."""
+
+    def __init__(
+        self,
+        writer: SocketWriter,
+        shelves: Shelves,
+        max_bytes: int,
+        running: Callable[[], Sequence[Answer]],
+    ) -> None:
+        """`running`: the answers that the connection reads now."""
+        self._writer = writer
+        self._shelves = shelves
+        self._max_bytes = max_bytes
+        self._running = running
+        self._waiting: dict[str, SocketAnswer] = {}
+
+    # --- what comes in -----------------------------------------------------------------------
+
+    def take(self, data: str) -> None:
+        """`response.steer`: an event answers it in any case. InvalidRequestError where there is
+        no input to give back."""
+        command = read_command(data)
+        wanted = command.previous_response_id
+        answer = next((one for one in self._running() if one.answer_id == wanted), None)
+        try:
+            target = self._check(answer, wanted)
+            items = read_items(data, command)
+            self._check_room(target, command)
+        except SteerError as error:
+            self._refuse(answer, command, error)
+            return
+        steer = new_steer(command, items)
+        target.tell(functools.partial(accepted_event, steer), self._writer)
+        target.steer(steer)
+
+    def _check(self, answer: Answer | None, wanted: str) -> SocketAnswer:
+        """The response of that id, if it takes input. SteerError."""
+        if answer is not None and not (isinstance(answer, SocketAnswer) and answer.can_be_steered):
+            raise SteerError(
+                "steering_not_supported",
+                f"previous_response_id: {wanted!r:.300} can't be steered: it is not made token by "
+                "token, or did not begin on a WebSocket",
+            )
+        if isinstance(answer, SocketAnswer) and answer.accepts_steers:
+            return answer
+        record = self._shelves.find(wanted)
+        if record is None or (answer is None and not record.has_ended):
+            raise SteerError(
+                "response_not_found",
+                f"previous_response_id: no response {wanted!r:.300} runs on this connection",
+            )
+        if record.response.status == "completed":
+            raise SteerError(
+                "response_already_completed",
+                f"previous_response_id: {wanted!r:.300} has completed; send response.create",
+            )
+        raise SteerError(
+            "response_not_active",
+            f"previous_response_id: {wanted!r:.300} has ended; send response.create",
+        )
+
+    def _check_room(self, answer: SocketAnswer, command: SteerCommand) -> None:
+        holders = [one for one in self._running() if isinstance(one, SocketAnswer)]
+        num_bytes = sum(one.num_steer_bytes for one in (*holders, *self._waiting.values()))
+        if (
+            len(answer.steers) >= MAX_PENDING_STEERS
+            or num_bytes + len(command.input) > self._max_bytes
+        ):
+            raise SteerError(
+                "too_many_pending_steers",
+                f"expected at most {MAX_PENDING_STEERS} inputs that wait for a response, and "
+                f"{self._max_bytes} bytes of them on a connection; wait for the successor's "
+                "response.created",
+            )
+
+    def _refuse(self, answer: Answer | None, command: SteerCommand, error: SteerError) -> None:
+        """Give an input back that was not accepted."""
+        if isinstance(answer, SocketAnswer):
+            answer.tell(functools.partial(failed_event, command, error), self._writer)
+        else:
+            self._writer.write(failed_event(command, error, Numbers()).data)
+
+    # --- what comes of it --------------------------------------------------------------------
+
+    def are_due(self, answer: SocketAnswer) -> bool:
+        """Whether a response that has ended has a successor now. If not, its inputs wait for what
+        it asks for, or go back."""
+        if not answer.is_ended:
+            return False  # somebody else reads it
+        response = answer.opened.record.response
+        if response.status in ("failed", "cancelled"):
+            self.give_up(answer, InvalidRequestError(f"the response was {response.status}"))
+            return False
+        calls = answer.required_calls
+        if calls:
+            self._wait(answer)
+            for steer in answer.steers:
+                answer.tell(functools.partial(pending_event, steer, calls), self._writer)
+        return not calls
+
+    def give_up(self, answer: SocketAnswer, error: StreamkvError) -> None:
+        """There will be no successor: the inputs go back."""
+        failure = SteerError("successor_creation_failed", error.message)
+        for steer in answer.steers:
+            answer.tell(functools.partial(failed_event, steer, failure), self._writer)
+        answer.steers.clear()
+
+    def waiting_for(self, response_id: str | None, stream_id: str | None) -> SocketAnswer | None:
+        """The response whose inputs wait for a request that goes on from it in its lane."""
+        answer = self._waiting.get(response_id or "")
+        return answer if answer is not None and answer.stream_id == stream_id else None
+
+    def settle(self, answer: SocketAnswer) -> None:
+        """Its inputs are in a response that has been created."""
+        self._waiting.pop(answer.answer_id, None)
+
+    def _wait(self, answer: SocketAnswer) -> None:
+        self._waiting[answer.answer_id] = answer
+        while len(self._waiting) > MAX_WAITING or self._num_waiting_bytes > self._max_bytes:
+            oldest = self._waiting.pop(next(iter(self._waiting)))
+            limit = f"expected at most {MAX_WAITING} responses whose steering waits for outputs"
+            self.give_up(oldest, InvalidRequestError(limit))
+
+    @property
+    def _num_waiting_bytes(self) -> int:
+        return sum(one.num_held_bytes for one in self._waiting.values())

@@ -1,0 +1,191 @@
+"""What runs in the process that tries out grammars: each in a fork with bounded time and memory.
+
+Owns the bounds, and what is told when one is exceeded. It must not know anything of the program it
+works for but the vocabulary. Invariant: each job has one result, whatever becomes of its fork.
+
+The library that compiles grammars has limits of its own, but not for all it does: some small
+schemas take gigabytes, and some grammars all of the stack. Only a process can be bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import IO, NoReturn
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+
+from ..structured import StructuredOutputs
+from .grammar_process import MAX_WALL_S, Result, read_message, write_message
+from .grammar_source import GrammarError, grammar_source
+from .grammar_tokens import Greedy, Vocabulary, build_tokenizer, new_matcher, reason_of
+
+MAX_CPU_S = 2  # of compiling one grammar
+MAX_BYTES = 256 << 20
+STACK_BYTES = 2 << 20  # a thread that compiles the same later has several times that
+IDLE_S = 120.0  # then the process ends
+NUM_TRIED = 4  # first tokens, each with the mask after it
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+class Checker:
+    """Tries out grammars for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokenizer: LLTokenizer = build_tokenizer(vocabulary, Greedy(vocabulary))
+        self._end_ids = set(vocabulary.end_ids)
+        self._special_tokens = [
+            vocabulary.tokens[token_id].decode(errors="replace")
+            for token_id in vocabulary.special_ids
+        ]
+
+    def check(self, structured: StructuredOutputs) -> Result:
+        """In a fork."""
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            _work(writer, lambda: self.compile(structured))
+        os.close(writer)
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            data = _read_until(pipe, time.monotonic() + MAX_WALL_S)
+        if data is None:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if data:
+            return msgspec.msgpack.decode(data, type=Result)
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        return Result(_REASONS.get(number, "compiling it failed"))
+
+    def compile(self, structured: StructuredOutputs) -> Result:
+        """Here and now."""
+        new_matcher(self._tokenizer, 'start: "a"')  # what any takes isn't this one's
+        num_bytes = _num_resident_bytes()
+        try:
+            source = grammar_source(structured, self._special_tokens)
+            matcher = new_matcher(self._tokenizer, source)
+            self._try_out(matcher)
+        except GrammarError as exc:
+            return Result(reason_of(str(exc)))
+        except MemoryError:
+            return Result(_TOO_MUCH_MEMORY)
+        return Result("", source, max(_num_resident_bytes() - num_bytes, 1 << 16))
+
+    def _try_out(self, matcher: LLMatcher) -> None:
+        """GrammarError if there is no first token, or none of those tried with which it goes on."""
+        firsts = [one for one in _tokens_of(matcher) if one not in self._end_ids]
+        firsts = firsts[:: max(1, len(firsts) // NUM_TRIED)]
+        for token_id in firsts:
+            copy = matcher.deep_copy()
+            copy.consume_token(token_id)
+            try:
+                _tokens_of(copy)
+                return
+            except GrammarError:
+                if token_id == firsts[-1]:
+                    raise
+
+
+def _tokens_of(matcher: LLMatcher) -> list[int]:
+    """Those that may come next. GrammarError if it is in error."""
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error())
+    return [
+        8 * index + bit
+        for index, byte in enumerate(mask)
+        if byte
+        for bit in range(8)
+        if byte >> bit & 1
+    ]
+
+
+_TOO_MUCH_MEMORY = f"it takes more than {MAX_BYTES >> 20} MB of memory to compile"
+_TOO_MUCH_TIME = f"it takes more than {MAX_CPU_S} s to compile"
+_TOO_DEEP = "it is nested too deeply"
+_REASONS: dict[int, str] = {
+    signal.SIGABRT: _TOO_MUCH_MEMORY,
+    signal.SIGBUS: _TOO_DEEP,
+    signal.SIGKILL: _TOO_MUCH_TIME,
+    signal.SIGSEGV: _TOO_DEEP,
+    signal.SIGXCPU: _TOO_MUCH_TIME,
+}
+
+
+def _num_resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except OSError:  # no Linux: the most there ever was, in its unit
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _num_virtual_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * _PAGE_BYTES
+    except OSError:
+        return 1 << 40
+
+
+def _work(writer: int, compile_it: Callable[[], Result]) -> NoReturn:
+    """The fork's life. What it has to say fits into memory, whatever it did before."""
+    try:
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_CPU, MAX_CPU_S)
+        _limit(resource.RLIMIT_STACK, STACK_BYTES)
+        _limit(resource.RLIMIT_AS, _num_virtual_bytes() + MAX_BYTES)
+        data = msgspec.msgpack.encode(compile_it())
+        while data:
+            data = data[os.write(writer, data) :]
+    finally:
+        os._exit(0)
+
+
+def _limit(what: int, value: int) -> None:
+    _, hard = resource.getrlimit(what)
+    with contextlib.suppress(OSError, ValueError):  # a system that has no such limit
+        resource.setrlimit(what, (value if hard < 0 else min(value, hard), hard))
+
+
+def _read_until(pipe: IO[bytes], deadline_s: float) -> bytes | None:
+    """All that is written, or None if that isn't done in time."""
+    parts: list[bytes] = []
+    while True:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        if not select.select([pipe], [], [], left_s)[0]:
+            return None
+        part = pipe.read(1 << 20)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def main() -> None:
+    """The first message is a Vocabulary, the others StructuredOutputs; each has one answer."""
+    requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(1, "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the library would write of its failures
+    first = read_message(requests)
+    if first is None:
+        return
+    checker = Checker(msgspec.msgpack.decode(first, type=Vocabulary))
+    write_message(answers, Result())
+    while select.select([requests], [], [], IDLE_S)[0]:
+        message = read_message(requests)
+        if message is None:
+            return
+        write_message(
+            answers, checker.check(msgspec.msgpack.decode(message, type=StructuredOutputs))
+        )
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # nobody listens any more
+        main()

@@ -1,0 +1,153 @@
+"""The process that tries out grammars before they are compiled here.
+
+Owns its start, its end, and what is sent to it; `grammar_checker.py` is what runs in it. Another
+process, because nothing else bounds the memory, the stack and the time of compiling what a client
+sent. Any thread may use it; jobs go one by one. Invariant: `check` returns or raises in bounded
+time, and after `close` the process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from typing import IO
+
+import msgspec
+
+from ..errors import GenerationError
+from ..structured import StructuredOutputs
+from .grammar_tokens import Vocabulary
+
+MAX_WALL_S = 10.0  # of a job, where others take the CPU
+
+_PROGRAM = f"{__package__}.grammar_checker"
+_END_S = 5.0  # until a process that was asked to end is killed
+_LENGTH = struct.Struct("<I")
+
+
+class Result(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a grammar: an error, or its source."""
+
+    error: str = ""
+    source: str = ""
+    num_bytes: int = 0  # of memory that it takes
+
+
+def write_message(file: IO[bytes], message: object) -> None:
+    data = msgspec.msgpack.encode(message)
+    file.write(_LENGTH.pack(len(data)) + data)
+    file.flush()
+
+
+def read_message(file: IO[bytes]) -> bytes | None:
+    """None at the end."""
+    head = _read(file, _LENGTH.size)
+    return None if head is None else _read(file, _LENGTH.unpack(head)[0])
+
+
+def _read(file: IO[bytes], num_bytes: int) -> bytes | None:
+    parts: list[bytes] = []
+    while num_bytes:
+        part = file.read(num_bytes)
+        if not part:
+            return None
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)
+
+
+class GrammarProcess:
+    """Starts with the first job; ends by itself when idle, and starts again."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def check(self, structured: StructuredOutputs) -> Result:
+        """What came of compiling it there. GenerationError if there is no such process."""
+        with self._lock:
+            for is_last in (False, True):
+                try:
+                    return self._ask(structured)
+                except (OSError, EOFError) as exc:  # it has ended: it was idle, or was killed
+                    self._end()
+                    if is_last or self._closed:
+                        raise GenerationError(f"checking the grammar failed: {exc}") from exc
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            _kill(process)  # a job that runs is for nobody
+        with self._lock:
+            self._end()
+
+    def _ask(self, structured: StructuredOutputs) -> Result:
+        if self._closed:
+            raise OSError("the engine is closed")
+        process = self._process
+        if process is None or process.poll() is not None:
+            self._end()
+            process = self._process = _start()
+            if self._closed:  # meanwhile: nobody else has seen this one
+                _kill(process)
+            self._exchange(process, self._vocabulary)
+        return self._exchange(process, structured)
+
+    def _exchange(self, process: subprocess.Popen[bytes], message: object) -> Result:
+        assert process.stdin is not None and process.stdout is not None
+        # It bounds each job itself; this is for a process that stands still.
+        timer = threading.Timer(3 * MAX_WALL_S, _kill, [process])
+        timer.daemon = True
+        timer.start()
+        try:
+            write_message(process.stdin, message)
+            answer = read_message(process.stdout)
+        finally:
+            timer.cancel()
+        if answer is None:
+            raise EOFError("its process has ended")
+        return msgspec.msgpack.decode(answer, type=Result)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None
+        for end in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # what is left in it is for nobody
+                end.close()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            process.wait()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """In a session of its own: a Ctrl-C is for this program, which then ends it."""
+    return subprocess.Popen(
+        # -P: no file of the folder that somebody happens to be in is taken for a module
+        [sys.executable, "-P", "-m", _PROGRAM],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With its forks."""
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,73 @@
+"""Reasoning: what a model writes between <think> and </think> before it answers.
+
+Owns which marks a model uses, and the reading of them. Knows no tools. Invariant: only what stands
+at the beginning of an answer is reasoning; newlines beside the marks, which templates put back, are
+in no part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from .answer_parts import Kind, Reading, Tape
+
+MAX_NEWLINES = 16  # before the closing mark; more of them are reasoning
+_NEWLINES = re.compile(r"\n*")
+_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+
+
+class ReasoningFormat(NamedTuple):
+    """How a model marks what it thinks."""
+
+    opening: str
+    closing: str
+    shows_special_tokens: bool  # skip_special_tokens must be off to see the marks
+
+    def is_open(self, prompt_tail: str, *, continues: bool = False) -> bool:
+        """Whether a prompt that ends so has begun the reasoning. `prompt_tail` needs to go no
+        further back than to the last message's beginning; with `continues` it ends within one."""
+        if continues:
+            return prompt_tail.rfind(self.opening) > prompt_tail.rfind(self.closing)
+        return prompt_tail.rstrip().endswith(self.opening)
+
+    def step(self, is_open: bool) -> Callable[[Tape], Reading[None]]:
+        """What reads it, as the first of an answer's steps."""
+        return lambda tape: _reasoning(tape, self.opening, self.closing, is_open)
+
+
+def find_format(
+    template: str | None, vocabulary: Collection[str], special: Collection[str]
+) -> ReasoningFormat | None:
+    """The marks that the template has both of, or has one of while both are tokens."""
+    for opening, closing in _MARKS:
+        marks = (opening, closing)
+        num_there = sum(mark in (template or "") for mark in marks)
+        if num_there == 2 or (num_there and all(mark in vocabulary for mark in marks)):
+            return ReasoningFormat(*marks, any(mark in special for mark in marks))
+    return None
+
+
+def _reasoning(tape: Tape, opening: str, closing: str, is_open: bool) -> Reading[None]:
+    tape.become(Kind.HELD)
+    yield from tape.space()
+    if (yield from tape.literal(opening)):
+        tape.drop()
+    elif is_open:
+        tape.pos = tape.start
+    else:
+        tape.pos = tape.start
+        return
+    yield from _newlines(tape)
+    tape.become(Kind.REASONING)
+    if (yield from tape.until(closing, num_newlines=MAX_NEWLINES)):
+        tape.drop()
+        yield from _newlines(tape)
+
+
+def _newlines(tape: Tape) -> Reading[None]:
+    """Drop those that are next."""
+    while (yield from tape.peek()) == "\n":
+        tape.pos += 1
+        tape.drop()

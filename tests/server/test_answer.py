@@ -1,0 +1,410 @@
+"""An answer between its streams and its reader, without HTTP: numbers, order, faults, the log."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from engine.support import check_nothing_is_held, greedy, make_engine, make_runner, run, until
+
+from streamkv.engine.async_engine import AsyncEngine
+from streamkv.engine.stream import TokenDelta, TokenStream
+from streamkv.errors import CapacityError, GoneError, InvalidRequestError, NotFoundError
+from streamkv.server.answer import Answer, Event, OnDisconnect, Policy
+from streamkv.server.event_log import EVENT_OVERHEAD_BYTES, EventLog, LogBudget
+
+KEPT = Policy(resumable=True, on_disconnect=OnDisconnect.CONTINUE, window_s=60.0)
+END = Event("end", b"")
+
+
+class Writer:
+    """An event for each delta: prompt, choice and token ids."""
+
+    def __init__(self, *, breaks_in: str = "", num_before_break: int = 2) -> None:
+        self.calls: list[str] = []
+        self._breaks_in = breaks_in
+        self._num_left = num_before_break
+
+    def begin(self, streams: Sequence[TokenStream]) -> Sequence[Event]:
+        self._call("begin")
+        return (Event("begin", b"%d" % len(streams)),)
+
+    def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
+        if "push" not in self.calls or self._breaks_in == "push":
+            self._call("push")
+        ids = b",".join(b"%d" % token_id for token_id in delta.token_ids)
+        return (Event("", b"%d:%d:%b" % (prompt, delta.choice, ids)),)
+
+    def end(self) -> Sequence[Event]:
+        self._call("end")
+        return (END,)
+
+    def fail(self, error: BaseException) -> Sequence[Event]:
+        self._call("fail")
+        return (Event("fail", str(error).encode()),)
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._breaks_in:
+            self._num_left -= name == "push"
+            if name != "push" or self._num_left <= 0:
+                raise ZeroDivisionError(f"a writer that breaks in {name}")
+
+
+class Reader:
+    """An outlet that is open until it has got so many events."""
+
+    def __init__(self, *, room: int = 1 << 30, breaks: bool = False) -> None:
+        self.room = room
+        self.got: list[tuple[int, Event]] = []
+        self.num_ends = 0
+        self._breaks = breaks
+
+    @property
+    def is_open(self) -> bool:
+        return self.room > 0
+
+    def write(self, number: int, event: Event) -> None:
+        assert self.is_open and not self.num_ends
+        if self._breaks and number == 3:
+            raise ZeroDivisionError("an outlet that breaks")
+        self.room -= 1
+        self.got.append((number, event))
+
+    def ended(self) -> None:
+        self.num_ends += 1
+
+    def tokens(self) -> dict[tuple[int, int], list[int]]:
+        """By prompt and choice."""
+        tokens: dict[tuple[int, int], list[int]] = {}
+        for _, event in self.got:
+            if not event.name:
+                prompt, choice, ids = event.data.split(b":")
+                tokens.setdefault((int(prompt), int(choice)), []).extend(map(int, ids.split(b",")))
+        return tokens
+
+
+def budget(max_bytes: int = 1 << 20, max_total_bytes: int = 1 << 22) -> LogBudget:
+    return LogBudget(max_bytes, max_total_bytes)
+
+
+def make_answer(
+    engine: AsyncEngine, writer: Writer | None = None, policy: Policy = KEPT, **options: Any
+) -> Answer:
+    logs = options.get("budget") or budget()
+    return Answer("a-1", writer or Writer(), engine, logs, policy=policy)
+
+
+def sources(engine: AsyncEngine, num_prompts: int = 1, **params: Any) -> list[TokenStream]:
+    return [
+        engine.generate([5 + i, 6, 7], greedy(**{"max_tokens": 12} | params), request_id=f"r-{i}")
+        for i in range(num_prompts)
+    ]
+
+
+def with_engine(test: Callable[[AsyncEngine], Any], **options: Any) -> None:
+    """Run it, and look that nothing is held after it."""
+    runner = make_runner(**{"num_blocks": 256, **options})
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            await test(engine)
+            await until(lambda: engine.stats().num_free_blocks == engine.stats().num_blocks)
+            check_nothing_is_held(engine, runner)
+
+    run(main)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("policy", [KEPT, Policy()])
+def test_a_reader_gets_every_token_once_in_order_with_numbers_without_a_gap(
+    num_prompts: int, n: int, policy: Policy
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        writer, reader = Writer(), Reader()
+        answer = make_answer(engine, writer, policy)
+        answer.attach(reader)
+        await answer.start(sources(engine, num_prompts, n=n))
+        await answer.wait_ended()
+        assert [number for number, _ in reader.got] == list(range(answer.num_events))
+        assert reader.got[0][1] == Event("begin", b"%d" % num_prompts)
+        assert reader.got[-1][1] == END
+        assert writer.calls == ["begin", "push", "end"]
+        assert reader.num_ends == 1
+        alone = {}
+        for prompt, source in enumerate(sources(engine, num_prompts, n=n)):
+            for completion in await source.collect():
+                alone[prompt, completion.choice] = list(completion.token_ids)
+        assert reader.tokens() == alone
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("policy", [KEPT, Policy()])
+def test_a_reader_that_opens_now_and_then_gets_the_same_tokens_in_fewer_events(
+    policy: Policy,
+) -> None:
+    rng = random.Random(3)
+
+    async def test(engine: AsyncEngine) -> None:
+        reader = Reader(room=0)
+        answer = make_answer(engine, policy=policy)
+        answer.attach(reader)
+        await answer.start(sources(engine, 2, n=2, max_tokens=60))
+        while not reader.num_ends:
+            for _ in range(rng.randrange(12)):
+                await asyncio.sleep(0)
+            reader.room = rng.randrange(3)
+            answer.pump()
+        alone = [
+            list(completion.token_ids)
+            for source in sources(engine, 2, n=2, max_tokens=60)
+            for completion in await source.collect()
+        ]
+        assert [*dict(sorted(reader.tokens().items())).values()] == alone
+        assert len(reader.got) < 120, "deltas merge while the reader is closed"
+        assert [number for number, _ in reader.got] == list(range(len(reader.got)))
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("part", ["begin", "push", "end", "fail"])
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_a_writer_that_breaks_ends_its_own_answer_only(
+    part: str, num_prompts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        other = engine.generate([9, 9, 9], greedy(max_tokens=40))
+        async with other:
+            reader = Reader()
+            writer = Writer(breaks_in="push" if part == "fail" else part)
+            if part == "fail":
+                writer.fail = None  # type: ignore[assignment, method-assign]
+            answer = make_answer(engine, writer)
+            answer.attach(reader)
+            await answer.start(sources(engine, num_prompts, max_tokens=100))
+            await answer.wait_ended()
+            assert isinstance(answer.error, ZeroDivisionError)
+            assert answer.is_ended and reader.num_ends == 1
+            names = [event.name for _, event in reader.got]
+            if part == "begin":
+                assert names == [], "an error of the request, not an event"
+            elif part == "fail":
+                assert names[-1] != "fail"
+            else:
+                assert names[-1] == "fail" and "end" not in names
+            assert len((await other.collect())[0].token_ids) == 40
+
+    with_engine(test)
+    assert any("a-1" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("policy", [KEPT, Policy()])
+def test_an_outlet_that_breaks_ends_its_answer_and_is_told(
+    policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        reader = Reader(breaks=True)
+        answer = make_answer(engine, policy=policy)
+        answer.attach(reader)
+        await answer.start(sources(engine, max_tokens=100))
+        await answer.wait_ended()
+        assert [number for number, _ in reader.got] == [0, 1, 2]
+        assert reader.num_ends == 1 and not answer.has_reader
+        await until(lambda: engine.stats().num_requests_running == 0)
+        assert engine.stats().generation_tokens_total < 20
+
+    with_engine(test)
+    assert caplog.records
+
+
+def test_a_source_that_is_refused_leaves_none_of_the_others_behind() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        writer = Writer()
+        answer = make_answer(engine, writer)
+        too_long = engine.generate([1, 2, 3], greedy(max_tokens=100), request_id="r-9")
+        with pytest.raises(CapacityError):
+            await answer.start([*sources(engine, 2), too_long])
+        assert answer.is_ended and writer.calls == []
+        assert engine.stats().num_requests_running == engine.stats().num_requests_waiting == 0
+
+    with_engine(test, num_blocks=8)
+
+
+def test_cancelling_before_the_admission_ends_it_at_once_like_any_other() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        writer, reader = Writer(), Reader()
+        answer = make_answer(engine, writer)
+        answer.attach(reader)
+        answer.cancel()
+        await answer.start(sources(engine, 3, max_tokens=100))
+        await answer.wait_ended()
+        assert writer.calls == ["begin", "push", "end"]
+        assert engine.stats().generation_tokens_total <= 3
+
+    with_engine(test)
+
+
+def test_without_a_reader_the_rest_of_an_answer_is_one_delta_in_its_log() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        first, second = Reader(), Reader()
+        answer = make_answer(engine)
+        answer.attach(first)
+        await answer.start(sources(engine, max_tokens=80))
+        await until(lambda: len(first.got) > 5)
+        answer.detach(first)
+        num_before = answer.num_events
+        await answer.wait_ended()
+        assert answer.num_events == num_before + 2, "what was left in one, and the end"
+        answer.attach(second, after=first.got[-1][0])
+        assert first.num_ends == 0 and second.num_ends == 1
+        (alone,) = await sources(engine, max_tokens=80)[0].collect()
+        assert first.tokens()[0, 0] + second.tokens()[0, 0] == list(alone.token_ids)
+
+    with_engine(test)
+
+
+def test_a_second_reader_takes_over_and_the_first_one_is_told() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        first, second = Reader(), Reader()
+        answer = make_answer(engine)
+        answer.attach(first)
+        await answer.start(sources(engine, max_tokens=80))
+        await until(lambda: len(first.got) > 5)
+        answer.attach(second)
+        assert first.num_ends == 1
+        num_first = len(first.got)
+        answer.detach(first)  # too late to matter
+        await answer.wait_ended()
+        assert len(first.got) == num_first
+        assert [number for number, _ in second.got] == list(range(answer.num_events))
+        assert second.got[:num_first] == first.got
+
+    with_engine(test)
+
+
+def test_only_events_that_are_kept_can_be_asked_for() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        # Room for four events of a delta.
+        small = budget(max_bytes=4 * (EVENT_OVERHEAD_BYTES + 10))
+        answer = make_answer(engine, budget=small)
+        reader = Reader()
+        answer.attach(reader)
+        await answer.start(sources(engine, max_tokens=30))
+        await answer.wait_ended()
+        last = answer.num_events - 1
+        with pytest.raises(GoneError) as gone:
+            answer.attach(Reader(), after=2)
+        assert gone.value.code == "events_dropped"
+        with pytest.raises(InvalidRequestError) as refused:
+            answer.attach(Reader(), after=last + 1)
+        assert refused.value.param == "after"
+        again = Reader()
+        answer.attach(again, after=last - 2)
+        assert again.got == reader.got[-2:]
+        plain = make_answer(engine, policy=Policy())
+        plain.attach(Reader())
+        await plain.start(sources(engine, max_tokens=3))
+        with pytest.raises(NotFoundError) as missing:
+            plain.attach(Reader())
+        assert missing.value.code == "not_resumable"
+        await plain.wait_ended()
+
+    with_engine(test)
+
+
+def test_a_log_keeps_what_its_reader_has_not_got_even_beyond_its_size() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        answer = make_answer(engine, budget=budget(max_bytes=1))
+        reader = Reader(room=1)
+        answer.attach(reader)
+        await answer.start(sources(engine, 2, n=3, max_tokens=20))
+        await until(lambda: engine.stats().num_requests_running == 0)
+        while not reader.num_ends:
+            reader.room = 1
+            answer.pump()
+            await asyncio.sleep(0)
+        assert [number for number, _ in reader.got] == list(range(answer.num_events))
+
+    with_engine(test)
+
+
+def test_logs_together_stay_within_their_budget() -> None:
+    rng = random.Random(1)
+    freed: list[EventLog] = []
+
+    def make_room() -> None:
+        while ended and logs.is_exceeded:
+            freed.append(ended.pop(0))
+            freed[-1].clear()
+
+    logs = LogBudget(4000, 20_000, make_room)
+    ended = [EventLog(logs) for _ in range(3)]
+    running = [EventLog(logs) for _ in range(8)]
+    for log in ended:
+        for i in range(10):
+            log.append(Event("", bytes(100)), keep_from=i + 1)
+    sizes: dict[EventLog, list[int]] = {log: [] for log in running}
+    for _ in range(2000):
+        log = rng.choice(running)
+        size = rng.randrange(400)
+        sizes[log].append(size)
+        log.append(Event("", bytes(size)), keep_from=len(sizes[log]))
+        assert logs.num_bytes <= 20_000
+        assert log.num_bytes <= 4000
+        assert [len(log[i].data) for i in range(log.first, log.first + len(log))] == sizes[log][
+            log.first :
+        ]
+    assert len(freed) == 3, "those that have ended go first"
+    for log in running:
+        log.clear()
+    assert logs.num_bytes == 0
+
+
+def test_a_paused_answer_holds_no_block_and_goes_on_where_it_was() -> None:
+    gate = threading.Semaphore(6)
+
+    async def test(engine: AsyncEngine) -> None:
+        first, second = Reader(), Reader()
+        answer = make_answer(engine, policy=KEPT._replace(on_disconnect=OnDisconnect.PAUSE))
+        answer.attach(first)
+        await answer.start(sources(engine, max_tokens=60))
+        await until(lambda: len(first.got) > 3)
+        answer.detach(first)
+        gate.release(1000)
+        await until(lambda: engine.stats().num_free_blocks == engine.stats().num_blocks)
+        num_tokens = engine.stats().generation_tokens_total
+        await engine.generate([9, 9], greedy(max_tokens=30)).collect()
+        assert engine.stats().generation_tokens_total == num_tokens + 30
+        answer.attach(second, after=first.got[-1][0])
+        await answer.wait_ended()
+        (alone,) = await sources(engine, max_tokens=60)[0].collect()
+        assert first.tokens()[0, 0] + second.tokens()[0, 0] == list(alone.token_ids)
+
+    with_engine(test, gate=gate)
+
+
+@pytest.mark.parametrize("on_disconnect", [OnDisconnect.CONTINUE, OnDisconnect.PAUSE])
+def test_after_the_window_an_answer_without_a_reader_is_cancelled(
+    on_disconnect: OnDisconnect,
+) -> None:
+    gate = threading.Semaphore(6)
+
+    async def test(engine: AsyncEngine) -> None:
+        answer = make_answer(engine, policy=Policy(True, on_disconnect, 0.02))
+        reader = Reader()
+        answer.attach(reader)
+        await answer.start(sources(engine, max_tokens=60))
+        await until(lambda: len(reader.got) > 3)
+        answer.detach(reader)
+        await answer.wait_ended()
+        assert answer.is_cancelled
+        assert engine.stats().request_success_total["abort"] == 1
+        gate.release(2)
+
+    with_engine(test, gate=gate)

@@ -1,0 +1,293 @@
+"""Structured output and forced calls, end to end: what an answer must match, by each field that may
+say so, streamed and not.
+
+The model babbles: its grammar alone makes it write JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pydantic
+import pytest
+from fakes import FakeMaskBoard
+from openai import pydantic_function_tool
+from server.harness import MODEL, VOCAB_SIZE, Server, fake_runner, read_events, serve
+from server.test_tools import ask, called, model, tool
+from tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hi"}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog"]},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 9},
+        "names": {"type": "array", "items": {"enum": ["a", "é🙂"]}, "maxItems": 2},
+    },
+    "required": ["kind", "legs", "names"],
+    "additionalProperties": False,
+}
+
+
+def babbling(kind: str | None = None) -> Any:
+    """A server with a model of that kind whose words mean nothing. It never begins to reason: there
+    is no h in what it is to write, or no mark at all."""
+    engine = {} if kind is None else {"tokenizer": model(kind)}
+    never = b"h" if kind in ("hermes", "both") else b"<"
+    avoid = [i for i in range(VOCAB_SIZE) if kind and never in TOKENIZER.token_bytes(i)]
+    masks = FakeMaskBoard(VOCAB_SIZE)
+    runner = fake_runner(masks=masks, max_model_len=2048, avoid=avoid)
+    return serve(runner, engine=engine)
+
+
+@pytest.fixture(scope="module")
+def masked() -> Iterator[Server]:
+    with babbling() as running:
+        yield running
+        running.wait_idle()
+        assert running.runner.violations == []
+        assert running.runner.masks.violations == []
+
+
+def content(server: Server, path: str, stream: bool, **fields: Any) -> str:
+    """The answer's text, which ended by itself."""
+    prompt = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
+    body = {"max_tokens": 300, "temperature": 0, "stream": stream, **prompt, **fields}
+    with server.client() as client:
+        answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    events = read_events(answer.text)[:-1] if stream else [answer.json()]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert choices[-1]["finish_reason"] == "stop"
+    if path == TEXT:
+        return "".join(choice["text"] for choice in choices)
+    messages = [choice["delta" if stream else "message"] for choice in choices]
+    return "".join(message.get("content") or "" for message in messages)
+
+
+def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema, **more}}
+
+
+AS_SCHEMA: dict[str, Any] = {
+    "response_format": json_schema(SCHEMA, strict=True),
+    "structured_outputs": {"json": SCHEMA},
+    "guided_json": SCHEMA,
+}
+AS_TEXT: dict[str, Any] = {
+    "response_format": {"type": "json_object", "schema": SCHEMA},
+    "structured_outputs": {"json": json.dumps(SCHEMA)},
+    "guided_json": json.dumps(SCHEMA),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("fields", [AS_SCHEMA, AS_TEXT], ids=["object", "text"])
+def test_a_schema_is_followed_whoever_names_it(
+    masked: Server, fields: dict[str, Any], path: str, stream: bool
+) -> None:
+    texts = [content(masked, path, stream, **{name: fields[name]}) for name in fields]
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(texts)) == 1, "it is one and the same grammar"
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"regex": r"[a-c]{3}/\d+é"}}, r"[a-c]{3}/\d+é"),
+        ({"guided_regex": "(ab){1,3}c"}, "(ab){1,3}c"),
+        ({"structured_outputs": {"choice": ["yes", "no", "可能"]}}, "yes|no|可能"),
+        ({"guided_choice": ["a.b", "a+b"]}, r"a\.b|a\+b"),
+        ({"structured_outputs": {"grammar": 'start: "x" y\ny: "1" | "2"'}}, "x[12]"),
+        ({"guided_grammar": 'root ::= "a" ("b" | "c")'}, "a[bc]"),
+        ({"structured_outputs": {"lark": 'start: "p" /[qr]{2}/'}}, "p[qr]{2}"),
+    ],
+)
+def test_other_kinds_are_followed_too(masked: Server, fields: dict[str, Any], pattern: str) -> None:
+    for stream in (False, True):
+        assert re.fullmatch(pattern, content(masked, CHAT, stream, **fields))
+
+
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs", "guided_json_object"])
+def test_any_json_object_will_do_where_that_is_asked_for(masked: Server, field: str) -> None:
+    said = {
+        "response_format": {"type": "json_object"},
+        "structured_outputs": {"json_object": True},
+        "guided_json_object": True,
+    }
+    answer = ask(masked, stream=False, max_tokens=200, temperature=0, **{field: said[field]})
+    text = answer["message"]["content"]
+    assert text.lstrip().startswith("{")
+    if answer["finish_reason"] == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_structural_tag_lets_text_go_on_to_its_tags(masked: Server) -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "<pet>",
+            "content": {"type": "json_schema", "json_schema": SCHEMA},
+            "end": "</pet>",
+        },
+    }
+    text = content(masked, CHAT, False, response_format=tag)
+    jsonschema.validate(json.loads(text.removeprefix("<pet>").removesuffix("</pet>")), SCHEMA)
+
+
+def test_choices_and_prompts_each_follow_it(masked: Server) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "temperature": 1, "seed": 3, "max_tokens": 600}
+    with masked.client() as client:
+        answer = client.post(TEXT, json=body | {"guided_json": SCHEMA}).json()
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+
+
+class Pet(pydantic.BaseModel):
+    """A pet."""
+
+    legs: int = pydantic.Field(ge=0, le=8)
+    is_cat: bool
+
+
+def test_the_official_client_parses_a_pydantic_model(masked: Server) -> None:
+    completions = masked.openai().chat.completions
+    arguments: Any = {"model": MODEL, "messages": [USER], "response_format": Pet}
+    arguments |= {"temperature": 0, "max_tokens": 300}
+    whole = completions.parse(**arguments).choices[0].message.parsed
+    assert isinstance(whole, Pet)
+    with completions.stream(**arguments) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == whole
+
+
+# --- forced calls -----------------------------------------------------------------------------
+
+PET_TOOL = {"type": "function", "function": {"name": "pet", "parameters": SCHEMA}}
+TOOLS = [PET_TOOL, tool("none", parameters={"type": "object", "additionalProperties": False})]
+NAMED = {"type": "function", "function": {"name": "pet"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic", "both"])
+def test_a_required_call_is_made_in_each_format(kind: str, stream: bool) -> None:
+    with babbling(kind) as server:
+        fields = {"temperature": 0, "max_tokens": 400, "parallel_tool_calls": False}
+        one = ask(server, stream=stream, tools=TOOLS, tool_choice="required", **fields)
+        named = ask(server, stream=stream, tools=TOOLS, tool_choice=NAMED, **fields)
+        server.wait_idle()
+        assert server.runner.violations == []
+    for choice in (one, named):
+        assert choice["finish_reason"] == "tool_calls"
+        [(name, arguments)] = called(choice)
+        if name == "pet":
+            jsonschema.validate(arguments, SCHEMA)
+        else:
+            assert arguments == {}
+    assert called(named)[0][0] == "pet"
+
+
+def test_a_response_format_holds_beside_tools(masked: Server) -> None:
+    with babbling("hermes") as server:
+        fields = {"temperature": 0, "max_tokens": 400, "response_format": json_schema(SCHEMA)}
+        for seed in range(6):
+            message = {"role": "user", "content": f"question {seed}"}
+            choice = ask(server, stream=False, tools=[PET_TOOL], messages=[message], **fields)
+            if choice["finish_reason"] == "tool_calls":
+                for _, arguments in called(choice):
+                    jsonschema.validate(arguments, SCHEMA)
+            else:
+                jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+
+
+def test_a_response_format_comes_after_reasoning() -> None:
+    with babbling("reasoning") as server:
+        fields: dict[str, Any] = {"temperature": 0, "max_tokens": 300}
+        fields |= {"response_format": json_schema(SCHEMA)}
+        closed = ask(server, stream=False, **fields)
+        jsonschema.validate(json.loads(closed["message"]["content"]), SCHEMA)
+
+
+def test_the_official_client_gets_arguments_of_strict_tools() -> None:
+    with babbling("hermes") as server:
+        message = (
+            server.openai()
+            .chat.completions.parse(
+                model=MODEL,
+                messages=[USER],
+                tools=[pydantic_function_tool(Pet)],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                temperature=0,
+                max_tokens=300,
+            )
+            .choices[0]
+            .message
+        )
+    [call] = message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Pet)
+
+
+def test_calls_that_nobody_requires_obey_strict_tools_and_text_stays_free() -> None:
+    strict = {"type": "function", "function": {**PET_TOOL["function"], "strict": True}}
+    with babbling("hermes") as server, server.client() as client:
+        choice = ask(server, stream=False, tools=[strict], max_tokens=30, temperature=0)
+        assert choice["message"]["content"], "nothing makes it call"
+        body = {"messages": [USER], "use_beam_search": True, "n": 2, "max_tokens": 5}
+        for tools, status in (([PET_TOOL], 200), ([strict], 400)):
+            answer = client.post(CHAT, json=body | {"tools": tools})
+            assert answer.status_code == status, "a grammar is what beams can't follow"
+
+
+# --- what can't be followed -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cant_be_followed_is_a_400_that_names_the_clients_field(
+    masked: Server, path: str, stream: bool
+) -> None:
+    broken: list[tuple[str, Any]] = [
+        ("response_format", json_schema({"type": "nonsense"})),
+        ("response_format", json_schema({"$ref": "#/nowhere"})),
+        ("structured_outputs", {"regex": "(a"}),
+        ("structured_outputs", {"grammar": "start: missing"}),
+        ("structured_outputs", {"json": "{"}),
+        ("guided_json", "no json"),
+        ("guided_grammar", "start: ("),
+    ]
+    prompt = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
+    with masked.client() as client:
+        for field, value in broken:
+            answer = client.post(path, json={**prompt, field: value, "stream": stream})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error["param"] == field
+            assert error["message"].startswith(f"{field}: ")
+    masked.wait_idle()
+
+
+def test_a_tool_whose_schema_cant_be_followed_is_named() -> None:
+    with babbling("hermes") as server, server.client() as client:
+        body = {"messages": [USER], "tool_choice": "required"}
+        for parameters in ({"type": "string"}, {"type": "object", "properties": {"a": 3}}):
+            tools = [tool("f", parameters=parameters)]
+            answer = client.post(CHAT, json=body | {"tools": tools})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"].startswith("tools")
+
+
+def test_without_masks_a_device_refuses_what_needs_them() -> None:
+    with serve() as server, server.client() as client:
+        body = {"messages": [USER], "response_format": {"type": "json_object"}}
+        answer = client.post(CHAT, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
