@@ -16,7 +16,7 @@ import msgspec
 from .checks import few, truth
 from .errors import InvalidRequestError
 
-MAX_GRAMMAR_CHARS = 1 << 18  # of a schema, regex or grammar, and of all choices together
+MAX_GRAMMAR_CHARS = 1 << 17  # of a schema, regex or grammar, and of all choices together
 MAX_GRAMMAR_CHOICES = 4096
 MAX_PATTERN_CHARS = 256  # of whitespace_pattern
 

@@ -6,7 +6,7 @@ import itertools
 import struct
 import zlib
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fake_masks import FakeMatcher
 
@@ -24,27 +24,41 @@ def next_token(
     seed: int = 0,
     choice: int = 0,
 ) -> int:
-    """The token after a context with this CRC-32. Seed and choice count above temperature 0.
-    ValueError if none may come."""
+    """The token after a context with this CRC-32. Seed and choice count above temperature 0. Some
+    are avoided where others are allowed."""
+    if allowed is not None:
+        allowed = {token_id for token_id in allowed if token_id not in avoid} or allowed
+        avoid = ()
     if temperature > 0:
         context_crc = zlib.crc32(struct.pack("=qi", seed, choice), context_crc)
-    first = token_id = context_crc % vocab_size
+    token_id = context_crc % vocab_size
     while token_id in avoid or not (allowed is None or token_id in allowed):
         token_id = (token_id + 1) % vocab_size
-        if token_id == first:
-            raise ValueError(f"{allowed} are allowed, and {avoid} to be avoided")
     return token_id
 
 
-def ends_of_bad_words(
-    output: Sequence[int], bad_words: Collection[Sequence[int]]
-) -> frozenset[int]:
+def ends_of_bad_words(output: list[int], bad_words: Iterable[list[int]]) -> frozenset[int]:
     """Tokens that would complete one of them."""
-    return frozenset(
-        word[-1]
-        for word in bad_words
-        if len(word) <= len(output) + 1 and list(output[len(output) - len(word) + 1 :]) == word[:-1]
-    )
+    return frozenset(word[-1] for word in bad_words if [*output, word[-1]][-len(word) :] == word)
+
+
+def tokens_left(
+    vocab_size: int,
+    output: list[int],
+    *,
+    mask: Collection[int] | None,
+    allowed: Collection[int] | None,
+    bad_words: Collection[list[int]] = (),
+    stop_ids: Collection[int] = (),
+) -> frozenset[int]:
+    """What may come after `output`: what would leave no token yields to what comes before it."""
+    left = frozenset(range(vocab_size))
+    for tokens in (mask, allowed):
+        if tokens is not None:
+            left = left.intersection(tokens) or left
+    for tokens in (ends_of_bad_words(output, bad_words), stop_ids):
+        left = left.difference(tokens) or left
+    return left
 
 
 def expected_tokens(
@@ -70,16 +84,21 @@ def expected_tokens(
     output: list[int] = []
     matcher = None if grammar is None else FakeMatcher(grammar, vocab_size)
     while len(output) < num and not (output and output[-1] in end_token_ids):
-        masked = avoid
-        if bad_words:
-            masked = {*masked, *ends_of_bad_words(output, bad_words)}
-        if len(output) < min_tokens:
-            masked = {*masked, *end_token_ids}
+        left = None
+        if matcher is not None or allowed or bad_words or len(output) < min_tokens:
+            left = tokens_left(
+                vocab_size,
+                output,
+                mask=matcher and matcher.allowed,
+                allowed=allowed,
+                bad_words=bad_words,
+                stop_ids=end_token_ids if len(output) < min_tokens else (),
+            )
         token_id = next_token(
             crc,
             vocab_size,
-            avoid=masked,
-            allowed=allowed if matcher is None else matcher.allowed,
+            avoid=avoid,
+            allowed=left,
             temperature=temperature,
             seed=seed,
             choice=choice,

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from fake_model import ends_of_bad_words, fake_score, next_token
+from fake_model import fake_score, next_token, tokens_left
 
 from streamkv.protocol import (
     RowAdded,
@@ -71,20 +71,23 @@ class FakeRow:
         avoid: Collection[int],
         mask: frozenset[int] | None,
     ) -> int:
-        """Its next token, which it keeps. ValueError if none may come."""
-        sampling, output = self.sampling, self.token_ids[self.num_prompt_tokens :]
-        if len(output) < sampling.min_tokens:
-            avoid = {*avoid, *self.stop_ids}
-        if self.bad_words:
-            avoid = {*avoid, *ends_of_bad_words(output, self.bad_words)}
-        allowed = self.allowed
-        if mask is not None:
-            allowed = mask if allowed is None else mask & allowed
+        """Its next token, which it keeps."""
+        sampling, left = self.sampling, None
+        is_short = len(self.token_ids) - self.num_prompt_tokens < sampling.min_tokens
+        if is_short or self.bad_words or not (mask is None and self.allowed is None):
+            left = tokens_left(
+                vocab_size,
+                self.token_ids[self.num_prompt_tokens :].tolist(),
+                mask=mask,
+                allowed=self.allowed,
+                bad_words=self.bad_words,
+                stop_ids=self.stop_ids if is_short else (),
+            )
         token_id = next_token(
             context_crc,
             vocab_size,
             avoid=avoid,
-            allowed=allowed,
+            allowed=left,
             temperature=sampling.temperature,
             seed=sampling.seed,
             choice=sampling.choice,

@@ -297,14 +297,11 @@ class FakeRunner:
                 self.num_deferrals += 1
                 results.pass_over(results.deferred)
                 return
-        try:
-            if not self.broken_token_ids.isdisjoint(row.token_ids):
-                raise ValueError("no logits")
-            token_id = row.sample(context_crc, vocab_size, self.avoid, mask)
-        except ValueError:
+        if not self.broken_token_ids.isdisjoint(row.token_ids):
             self._lose([one])
             results.pass_over(results.failed)
             return
+        token_id = row.sample(context_crc, vocab_size, self.avoid, mask)
         logprobs = None
         if sampling.num_logprobs >= 0:
             logprobs = fake_logprobs(token_id, sampling.num_logprobs, vocab_size)

@@ -22,7 +22,7 @@ _SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
-_SCHEMAS = (
+_SCHEMAS: Sequence[dict[str, Any]] = (
     *(_SCHEMA, {}, {"type": "string", "maxLength": 3}, {"enum": []}, {"type": "nothing"}),
     *({"$ref": "#"}, {"$ref": "http://127.0.0.1:9/x"}, {"not": {}}, {"allOf": [False]}),
     {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"},

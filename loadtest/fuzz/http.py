@@ -147,7 +147,7 @@ async def _exactly(reader: asyncio.StreamReader, size: int) -> bytes:
 
 
 async def _chunked(reader: asyncio.StreamReader) -> bytes:
-    parts = []
+    parts: list[bytes] = []
     while True:
         line = await _until(reader, b"\r\n")
         if line is None:

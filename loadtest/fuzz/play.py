@@ -7,22 +7,18 @@ each case that breaks its own. Invariant: an Offence is told with the number of 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from .cases import Case
-from .check import ENDS, check_answer, check_typed, strict_json
-from .frames import FAIR_CLOSES, Closed, Socket, frame, handshake
+from .check import ENDS, check_answer
+from .conversation import Conversation, typed
+from .frames import FAIR_CLOSES, Closed, Socket, handshake
 from .http import Answer, Ask, Gone, Offence, Target, hang_up, read_answer
 from .http_cases import Exchange, Leaving, Malformed
 from .socket_cases import Broken, Departure, Handshake, Talk
-
-_PATIENCE_S = 0.5  # with responses that wait for their client, which a case may ask for
-_MAX_TALKS = 100  # on one connection
 
 
 class Fault(NamedTuple):
@@ -48,14 +44,12 @@ class Player:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._http: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._socket: Socket | None = None
-        self._num_talks = 0
-        self._probes = itertools.count()
         self.outcomes: Counter[str] = Counter()
+        self._conversation = Conversation(target, self.outcomes)
 
     async def close(self) -> None:
         await self._drop_http()
-        await self._drop_socket()
+        await self._conversation.drop()
 
     async def play(self, cases: Sequence[Case]) -> list[Fault]:
         """All of them; the faults found, by number."""
@@ -185,7 +179,7 @@ class Player:
                 message = await self._target.within(socket.receive())
                 if isinstance(message, Closed):
                     break
-                _typed(message)
+                typed(message)
         finally:
             await hang_up(socket.writer)
         self.outcomes[f"close {message.code}"] += 1
@@ -201,7 +195,7 @@ class Player:
                 message = await self._target.within(socket.receive())
                 if isinstance(message, Closed):
                     raise Offence(f"expected events, got {message}")
-                num_ended += _typed(message)["type"] in ENDS
+                num_ended += typed(message)["type"] in ENDS
                 if num_ended >= deed.num_asked:
                     break
         finally:
@@ -210,78 +204,22 @@ class Player:
 
     # --- messages on one connection -----------------------------------------------------------
 
-    async def _drop_socket(self) -> None:
-        if self._socket is not None:
-            await hang_up(self._socket.writer)
-            self._socket = None
-
     async def _play_talks(self, cases: Sequence[Case]) -> list[Fault]:
+        """All on one connection; if something is wrong, one after the other."""
         if not cases:
             return []
+        deeds = [case.deed for case in cases]
         try:
-            await self._talk(
-                b"".join(case.deed.data for case in cases if isinstance(case.deed, Talk))
-            )
+            await self._conversation.talk(b"".join(d.data for d in deeds if isinstance(d, Talk)))
             return []
         except (Offence, ConnectionError) as error:
-            reason: Exception = error
-            await self._drop_socket()
+            reason = error
+            await self._conversation.drop()
         if len(cases) == 1:
             return [make_fault(cases[0], reason)]
-        faults = []
-        for case in cases:
-            faults += await self._play_talks([case])
+        faults = [fault for case in cases for fault in await self._play_talks([case])]
         if faults:
             return faults
         numbers = tuple(case.number for case in cases)
-        shown = "; ".join(case.deed.shown for case in cases)
+        shown = "; ".join(deed.shown for deed in deeds)
         return [Fault(numbers, "talk, all on one connection", shown, str(reason))]
-
-    async def _talk(self, data: bytes) -> None:
-        """Send, then ask for nonsense: when that is answered, all before it was looked at."""
-        if self._num_talks >= _MAX_TALKS:
-            await self._drop_socket()
-        if self._socket is None:
-            self._socket = await Socket.open(self._target)
-            self._num_talks = 0
-        self._num_talks += 1
-        name = f"probe-{next(self._probes)}"
-        probe = json.dumps({"type": "fuzz.probe", "stream_id": name}).encode()
-        self._socket.writer.write(data + frame(probe))
-        open_ids = await self._target.within(self._until_probe(self._socket, name))
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                while open_ids:
-                    self._follow(await self._socket.receive(), open_ids)
-        except TimeoutError:
-            self.outcomes["never ended"] += 1
-            await self._drop_socket()
-
-    async def _until_probe(self, socket: Socket, name: str) -> set[str]:
-        open_ids: set[str] = set()
-        while True:
-            event = self._follow(await socket.receive(), open_ids)
-            if event["type"] == "error" and event.get("stream_id") == name:
-                return open_ids
-
-    def _follow(self, message: bytes | Closed, open_ids: set[str]) -> dict:
-        """The event, its response added to or taken from those that run."""
-        if isinstance(message, Closed):
-            raise Offence(f"expected the connection to stay open, got {message}")
-        event = _typed(message)
-        kind = event["type"]
-        if kind == "error":
-            self.outcomes[f"error event {event.get('status')}"] += 1
-        elif isinstance(response := event.get("response"), dict):
-            (open_ids.discard if kind in ENDS else open_ids.add)(response.get("id", ""))
-            if kind in ENDS:
-                self.outcomes[kind] += 1
-        return event
-
-
-def _typed(message: bytes) -> dict:
-    event = strict_json(message, "an event")
-    if not isinstance(event, dict) or "type" not in event:
-        raise Offence(f"expected an event with a type, got {message[:120]!r}")
-    check_typed(event)
-    return event

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .conversation import LANE
 from .fields import EVENT, RESPONSES, Endpoint, body_of
 from .frames import (
     BINARY,
@@ -166,7 +167,7 @@ def departure(rng: random.Random, request_id: str) -> Departure:
     if rng.random() < 0.3:
         event["on_disconnect"] = rng.choice(("abort", "continue", "pause"))
     if rng.random() < 0.3:
-        event["stream_id"] = "lane"
+        event["stream_id"] = LANE
     grants = 0
     if rng.random() < 0.2:  # without the grants it would wait for its client for ever
         grants = rng.choice((1, 2, 9))

@@ -66,24 +66,15 @@ def altered(rng: random.Random, value: Any) -> Any:
     """Something near `value`: of another type, off by a little, too many or too few of it."""
     if isinstance(value, bool) or value is None:
         return rng.choice((int(value or 0), str(value), [value], not value))
+    near: Sequence[Any] = ()
     if isinstance(value, int | float):
-        steps = (
-            value + 1,
-            value - 1,
-            -value,
-            value * 1e6,
-            str(value),
-            [value],
-            float(value),
-            not value,
-        )
-        return rng.choice(steps)
-    if isinstance(value, str):
-        steps = (value + "x", value[:-1], value.upper(), [value], value * 300, value + "\0", None)
-        return rng.choice(steps)
-    if isinstance(value, list):
-        steps = (value * 2, value * 40, value[:-1], [value], [*value, strange(rng)], {"0": value})
-        return rng.choice(steps)
+        near = (value + 1, value - 1, -value, value * 1e6, str(value), [value], float(value))
+    elif isinstance(value, str):
+        near = (value + "x", value[:-1], value.upper(), [value], value * 300, value + "\0", None)
+    elif isinstance(value, list):
+        near = (value * 2, value * 40, value[:-1], [value], [*value, strange(rng)], {"0": value})
+    if near:
+        return rng.choice(near)
     if isinstance(value, dict) and value:
         return _altered_object(rng, value)
     return strange(rng)

@@ -106,8 +106,6 @@ class Grammars:
             sequence.token_ids = sequence.token_ids[:]  # others of its group share it
         events: list[TokenEvent] = []
         for token_id in _rest(sequence.token_ids, forced):
-            if token_id in sequence.end_token_ids and _is_too_short(sequence):
-                break  # the device knows better
             events.append(append_token(self._roster, sequence, token_id, None))
             if sequence.finish_reason is not None:
                 return events
@@ -115,10 +113,6 @@ class Grammars:
             self._roster.retable(sequence)  # the device doesn't know them
         self._settle(sequence)
         return events
-
-
-def _is_too_short(sequence: Sequence) -> bool:
-    return sequence.num_output_tokens < sequence.request.sampling.min_tokens
 
 
 def _rest(token_ids: array[int], forced: Forced) -> Tokens[int]:

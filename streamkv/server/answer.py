@@ -27,11 +27,11 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
-from ..engine.stream import TokenDelta, TokenStream
+from ..engine.stream import TokenStream
 from ..errors import GoneError, InvalidRequestError, NotFoundError, StreamkvError
+from .answer_types import PLAIN, AnswerWriter, OnDisconnect, Outlet, Policy
 from .event_log import Event, EventLog, LogBudget
 from .generation import Generation, Source
 
@@ -55,56 +55,6 @@ logger = logging.getLogger(__name__)
 # Each about a millisecond; then others have a turn.
 TAKES_PER_TURN = 64  # deltas, and as many log-probabilities
 WRITES_PER_TURN = 512  # events that are made already
-
-
-class OnDisconnect(StrEnum):
-    """What becomes of a request whose reader is gone."""
-
-    ABORT = "abort"
-    CONTINUE = "continue"  # it goes on until it has ended, or the window has passed
-    PAUSE = "pause"  # it gives its place on the device back until the reader returns
-
-
-class Policy(NamedTuple):
-    """How an answer deals with the loss of its reader."""
-
-    resumable: bool = False  # its events are kept
-    on_disconnect: OnDisconnect = OnDisconnect.ABORT
-    window_s: float = 0.0  # so long it lives without a reader
-
-
-PLAIN = Policy()
-
-
-class AnswerWriter(Protocol):
-    """Makes one answer's events. Synchronous; knows no transport."""
-
-    def begin(self, streams: Sequence[TokenStream]) -> Sequence[Event]:
-        """All prompts are admitted. What goes wrong before the first event is no event but an
-        error of the request."""
-
-    def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
-        """The events of one delta."""
-
-    def end(self) -> Sequence[Event]:
-        """The last events, after the last delta of all prompts."""
-
-    def fail(self, error: BaseException) -> Sequence[Event]:
-        """The last events of an answer that broke."""
-
-
-class Outlet(Protocol):
-    """Where an answer's events go: a connection, or a lane of one."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it may be written to now."""
-
-    def write(self, number: int, event: Event) -> None:
-        """Send one event. Only called while `is_open`."""
-
-    def ended(self) -> None:
-        """No event will follow: the answer has ended, or somebody else reads it now."""
 
 
 class Answer(Generation):
@@ -347,7 +297,11 @@ class Answer(Generation):
                 return False
             event = self._waiting.popleft() if self.log is None else self.log[number]
             self._cursor = number + 1
-            self._send(number, event, outlet)
+            try:
+                outlet.write(number, event)
+            except Exception:
+                self._drop_outlet()  # it is not told how the answer ends
+                raise
         if self.is_ended and self._cursor == self.num_events:
             self._drop_outlet()
         return outlet.is_open and not self.is_ended
@@ -358,9 +312,6 @@ class Answer(Generation):
         self.num_events = self._cursor = number + 1
         if self.log is not None:
             self.log.append(event, keep_from=number + 1)
-        self._send(number, event, outlet)
-
-    def _send(self, number: int, event: Event, outlet: Outlet) -> None:
         try:
             outlet.write(number, event)
         except Exception:

@@ -13,11 +13,14 @@ ours it isn't there, and who writes uses `send`. Knows nothing about what is wri
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 from starlette.types import Scope
+
+logger = logging.getLogger(__name__)
 
 WRITE = "streamkv.write"
 MAX_PIECES = 64  # that wait for the end of a turn; then the transport says whether it is full
@@ -46,7 +49,11 @@ class WriteBatch:
     def _flush(self) -> None:
         writers, self._writers = self._writers, []
         for writer in writers:
-            writer.flush()
+            try:
+                writer.flush()
+            except Exception:  # of one connection: the others are served
+                logger.exception("writing to a connection failed")
+                writer.lose()
 
 
 class DirectWriter:
@@ -62,7 +69,9 @@ class DirectWriter:
         self._is_lost = False
         self._pieces: list[bytes] = []
 
-    def _add(self, piece: bytes) -> None:
+    def write(self, piece: bytes) -> None:
+        """Some bytes, not none. All of them are taken; `is_writable` says whether more should
+        follow."""
         pieces = self._pieces
         if not pieces:
             self._batch.add(self)

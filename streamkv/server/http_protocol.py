@@ -25,7 +25,7 @@ _ENDLESS_BYTES = 1 << 62
 
 class BodyWriter(DirectWriter):
     """The body of one HTTP answer whose head is sent by `send`: `begin`, the head, any number of
-    `write`, `finish`, and an empty last piece by `send`."""
+    pieces, `finish`, and an empty last piece by `send`."""
 
     def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
         super().__init__(batch_of(protocol.config), cycle.transport)
@@ -40,11 +40,6 @@ class BodyWriter(DirectWriter):
         if not self._is_chunked:  # the end of the connection is that of the body
             self._cycle.chunked_encoding = False
             self._cycle.expected_content_length = _ENDLESS_BYTES
-
-    def write(self, data: bytes) -> None:
-        """Some of the body, not empty. All of it is taken; `is_writable` says whether more should
-        follow."""
-        self._add(data)
 
     def _framed(self, pieces: list[bytes]) -> bytes:
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)

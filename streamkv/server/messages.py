@@ -13,10 +13,12 @@ from msgspec import Meta
 from starlette.requests import HTTPConnection
 
 from ..errors import InvalidRequestError
+from ..text.chat_messages import num_chars
 from .tools import FunctionName
 from .wire import server_config
 
 MAX_DOCUMENTS = 1024
+MAX_TEMPLATE_CHARS = 1 << 16  # of a client's variables, about: characters and values
 
 TemplateKwargs: TypeAlias = dict[str, Any]
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -128,6 +130,12 @@ def template_variables(
     if taken:
         raise InvalidRequestError(
             f"chat_template_kwargs: {min(taken)!r} can't be set here; it follows from the request",
+            param="chat_template_kwargs",
+        )
+    if num_chars(own, MAX_TEMPLATE_CHARS) > MAX_TEMPLATE_CHARS:
+        raise InvalidRequestError(
+            f"chat_template_kwargs: expected at most {MAX_TEMPLATE_CHARS} characters and values, "
+            "got more; send less",
             param="chat_template_kwargs",
         )
     if reasoning_effort is None:

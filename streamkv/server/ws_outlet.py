@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -33,6 +34,8 @@ class SocketWriter:
         self.is_lost = False
         self._websocket = websocket
         self._direct: FrameWriter | None = direct_writer(websocket.scope)
+        self.write: Callable[[bytes], None]  # one text frame
+        self.write = self._hold if self._direct is None else self._direct.write
         self._lanes: dict[LaneOutlet, None] = {}
         self._held: deque[bytes] = deque()  # for the task, without a direct writer
         self._changed = asyncio.Event()  # for the task
@@ -59,11 +62,8 @@ class SocketWriter:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def write(self, data: bytes) -> None:
-        """One text frame."""
-        if self._direct is not None:
-            self._direct.write(data)
-        else:
+    def _hold(self, data: bytes) -> None:
+        if not self.is_lost:
             self._held.append(data)
             self._changed.set()
 

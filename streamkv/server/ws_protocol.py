@@ -46,17 +46,18 @@ class _Handshake(ServerProtocol):
 
 
 class FrameWriter(DirectWriter):
-    """Text frames of one WebSocket, once it is accepted."""
+    """Text frames of one WebSocket, once it is accepted: each piece is the UTF-8 of one."""
 
     def __init__(self, protocol: WebSocketProtocol) -> None:
         super().__init__(batch_of(protocol.config), protocol.transport)
         self._protocol = protocol
 
-    def write(self, data: bytes) -> None:
-        """One text frame, of UTF-8. Nothing happens once the connection is being closed."""
+    def _framed(self, pieces: list[bytes]) -> bytes:
         if self._protocol.close_sent:
-            return
-        self._add(_frame_head(len(data)) + data)
+            return b""  # it is being closed
+        if len(pieces) == 1:
+            return _frame_head(len(pieces[0])) + pieces[0]
+        return b"".join([part for piece in pieces for part in (_frame_head(len(piece)), piece)])
 
 
 @functools.lru_cache(4096)

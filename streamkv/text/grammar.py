@@ -38,14 +38,18 @@ class GrammarFailure(Exception):
 class Grammar:
     """A compiled one."""
 
-    def __init__(self, prototype: LLMatcher, ends: _Ends, num_bytes: int) -> None:
+    def __init__(self, matcher: LLMatcher, ends: _Ends, num_bytes: int) -> None:
+        """GrammarFailure."""
         self.num_bytes = num_bytes  # of each matcher, about
-        self._prototype = prototype
-        self._ends = ends
+        # What is known before the first token is the same for all. Of these nobody consumes.
+        self._prototypes = [
+            Matcher(matcher.deep_copy(), ends, ignore_end=ignore_end)
+            for ignore_end in (False, True)
+        ]
 
     def matcher(self, *, ignore_end: bool = False) -> Matcher:
         """For one answer, which with `ignore_end` ends only where nothing else is left."""
-        return Matcher(self._prototype.deep_copy(), self._ends, ignore_end=ignore_end)
+        return self._prototypes[ignore_end].copy()
 
 
 class Matcher:
@@ -55,6 +59,7 @@ class Matcher:
     __slots__ = ("_ends", "_matcher", "_unwanted", "forced", "has_ended", "mask")
 
     def __init__(self, matcher: LLMatcher, ends: _Ends, *, ignore_end: bool) -> None:
+        """GrammarFailure."""
         self._matcher = matcher
         self._ends = ends
         self._unwanted = ends.bits if ignore_end or not ends.ids else 0
@@ -62,6 +67,14 @@ class Matcher:
         self.has_ended = False  # nothing may follow, and there is no token that says so
         self.mask = b""  # bit i % 8 of byte i // 8 is token i's
         self._look_ahead()
+
+    def copy(self) -> Matcher:
+        """One that goes its own way from here."""
+        other = Matcher.__new__(Matcher)
+        other._matcher = self._matcher.deep_copy()
+        other._ends, other._unwanted = self._ends, self._unwanted
+        other.forced, other.has_ended, other.mask = self.forced[:], self.has_ended, self.mask
+        return other
 
     def consume(self, token_id: int) -> None:
         """The next token. GrammarFailure."""
@@ -153,9 +166,8 @@ class GrammarCompiler:
         if result.error:
             raise _refused(structured, result.error)
         matcher = new_matcher(self._tokenizer, result.source)
-        grammar = Grammar(matcher, self._ends, result.num_bytes)
         try:
-            grammar.matcher()
+            grammar = Grammar(matcher, self._ends, result.num_bytes)
         except GrammarFailure as exc:
             raise _refused(structured, str(exc)) from None
         self._keep(structured, grammar)

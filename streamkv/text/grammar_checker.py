@@ -28,6 +28,7 @@ from .grammar_tokens import Greedy, Vocabulary, build_tokenizer, new_matcher, re
 
 MAX_CPU_S = 2  # of compiling one grammar
 MAX_BYTES = 256 << 20
+MAX_KEPT_BYTES = 64 << 20  # of it, when it is compiled: each answer has a copy
 STACK_BYTES = 2 << 20  # a thread that compiles the same later has several times that
 IDLE_S = 120.0  # then the process ends
 NUM_TRIED = 4  # first tokens, each with the mask after it
@@ -76,7 +77,12 @@ class Checker:
             return Result(reason_of(str(exc)))
         except MemoryError:
             return Result(_TOO_MUCH_MEMORY)
-        return Result("", source, max(_num_resident_bytes() - num_bytes, 1 << 16))
+        num_bytes = max(_num_resident_bytes() - num_bytes, 1 << 16)
+        if num_bytes > MAX_KEPT_BYTES:
+            return Result(
+                f"it takes {num_bytes >> 20} MB of memory, more than {MAX_KEPT_BYTES >> 20}"
+            )
+        return Result("", source, num_bytes)
 
     def _try_out(self, matcher: LLMatcher) -> None:
         """GrammarError if there is no first token, or none of those tried with which it goes on."""

@@ -203,7 +203,7 @@ def test_any_object_in_json_can_be_asked_for(client: openai.OpenAI) -> None:
         model=MODEL,
         messages=[{"role": "user", "content": "Answer with a short JSON object."}],
         temperature=0,
-        max_tokens=200,
+        max_tokens=60,
         response_format={"type": "json_object"},
     ).choices[0]
     if answer.finish_reason == "stop":

@@ -1,7 +1,8 @@
 """SchedulerMachine: any order of commands, failures and news, in tiny pools.
 
-Collisions, preemption, swapping and eviction are the normal case. After each command the harness
-checks the invariants; at the end everything is free, and all answers are the oracle's.
+Collisions, preemption, swapping and eviction are the normal case. After each command, or each
+third, the harness checks the invariants; at the end everything is free, and all answers, scores of
+prompts included, are the oracle's.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_store=st.booleans(),
         masks_are_late=st.booleans(),
         forces=st.sampled_from(["never", "sometimes", "always"]),
+        check_every=st.sampled_from([1, 3]),
     )
     def start(self, eos, has_store, num_host_slots, **rest):
         self.options = {

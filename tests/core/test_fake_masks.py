@@ -172,13 +172,28 @@ def test_a_mask_whose_slot_is_gone_is_seen(runner, board):
     assert "slot 0, which isn't there" in output.error
 
 
-def test_a_row_for_which_no_token_is_left_fails_alone(board):
-    runner = FakeRunner(vocab_size=VOCAB_SIZE, masks=board)
-    added = [masked_row(0, allowed_token_ids=[1, 3]), row_added(1, [9], [5])]
-    step = make_step(0, added=added, scheduled=[0, 0, 3, 1, 1, 0, 1, 1])
-    output = runner.step(step)
-    assert (list(unpack_ints(output.failed)), output.error) == ([0], "")
-    assert unpack_ints(output.sampled)[1] == expected_tokens([9], 1, VOCAB_SIZE)[0]
+def test_what_would_leave_no_token_yields(board):
+    """First the stop tokens, then bad words, then allowed tokens; the grammar never."""
+    for sampling, left in [
+        ({"allowed_token_ids": [1, 3]}, EVEN),
+        ({"allowed_token_ids": [2, 3]}, {2}),
+        ({"allowed_token_ids": [2, 4], "bad_words": [[2], [4]]}, {2, 4}),
+        ({"allowed_token_ids": [2, 4], "bad_words": [[2]], "stop_token_ids": [4]}, {4}),
+        ({"allowed_token_ids": [2, 4], "stop_token_ids": [4]}, {2}),
+    ]:
+        runner = FakeRunner(vocab_size=VOCAB_SIZE, masks=board)
+        added = masked_row(0, min_tokens=1, **sampling)
+        output = runner.step(make_step(0, added=[added], scheduled=[0, 0, 3, Ask.SAMPLE]))
+        expected = expected_tokens(PROMPT, 1, VOCAB_SIZE, allowed=left)
+        assert list(unpack_ints(output.sampled)) == expected
+
+
+def test_a_token_to_avoid_comes_where_no_other_may(board):
+    for allowed, token_id in (({3, 5}, 5), ({3}, 3)):
+        runner = FakeRunner(vocab_size=VOCAB_SIZE, avoid=[3])
+        added = row_added(0, PROMPT, [2], allowed_token_ids=allowed)
+        output = runner.step(make_step(0, added=[added], scheduled=[0, 0, 3, Ask.SAMPLE]))
+        assert list(unpack_ints(output.sampled)) == [token_id]
 
 
 def test_only_allowed_tokens_come_and_never_a_bad_word():

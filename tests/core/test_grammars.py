@@ -6,7 +6,6 @@ from core.harness import EOS, VOCAB_SIZE, Harness, rows
 from fakes import FakeMatcher, expected_tokens
 
 from streamkv.core.integrity import IntegrityError
-from streamkv.core.scheduler import NO_TOKEN
 from streamkv.core.sequence import Sequence
 from streamkv.protocol import FinishReason, StepOutput, pack_ints
 
@@ -212,17 +211,16 @@ def test_a_deferred_sequence_ends_once_with_a_step_that_fails(fails_at):
     assert late.finish_reason is FinishReason.ERROR
 
 
-def test_a_row_that_no_token_suits_fails_alone():
-    """The grammar wants an end token, and it is too early for one."""
+@pytest.mark.parametrize("forces", ["never", "always"])
+def test_an_end_token_that_the_grammar_wants_comes_however_early(forces):
     seed = seed_that_begins(1)
     end_token = FakeMatcher(seed, VOCAB_SIZE).forced[0]
-    harness = Harness(forces="always")
-    lost = harness.add_one(PROMPT, 6, grammar=seed, min_tokens=2, stop_token_ids=[end_token])
-    other = harness.add_one([4, 5], 3)
-    events = harness.run()
-    assert (lost, NO_TOKEN, None, FinishReason.ERROR) in events
-    assert lost.output_token_ids == []
-    harness.check_answer(other)
+    harness = Harness(forces=forces)
+    sequence = harness.add_one(PROMPT, 6, grammar=seed, min_tokens=2, stop_token_ids=[end_token])
+    harness.run()
+    assert sequence.output_token_ids == [end_token]
+    assert (sequence.finish_reason, sequence.stop_reason) == (FinishReason.STOP, end_token)
+    harness.check_answer(sequence)
 
 
 def test_a_row_without_a_grammar_is_never_deferred():
@@ -286,13 +284,6 @@ def test_forced_tokens_end_with_the_first_end_token():
     second = harness.add_one(PROMPT, 8, stop_token_ids=[9])
     harness.scheduler.force(second, 3, [7, 9])
     assert (second.finish_reason, second.stop_reason) == (FinishReason.STOP, 9)
-
-
-def test_whether_an_end_token_may_come_so_early_is_left_to_the_device():
-    harness = Harness(eos_token_ids=frozenset({EOS}))
-    sequence = harness.add_one(PROMPT, 8, min_tokens=2)
-    assert [e.token_id for e in harness.scheduler.force(sequence, 3, [7, EOS])] == [7]
-    assert [e.token_id for e in harness.scheduler.force(sequence, 4, [8, EOS])] == [8, EOS]
 
 
 def test_nothing_is_forced_where_logprobs_are_wanted():

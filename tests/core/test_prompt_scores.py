@@ -20,8 +20,8 @@ def scored_rows(harness: Harness) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 64, 65, 66, 130])
-@pytest.mark.parametrize("budget", [1, 7, 64, 256])
+@pytest.mark.parametrize("num_tokens", [1, 2, 65, 66, 130])
+@pytest.mark.parametrize("budget", [1, 7, 256])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_each_token_but_the_first_has_its_score(num_tokens, budget, depth):
     harness = Harness(depth=depth, max_num_batched_tokens=budget)

@@ -28,6 +28,7 @@ from engine.support import (
 )
 from fake_model import ends_of_bad_words
 from fakes import FakeMaskBoard, FakeRunner, next_token
+from tiny import save_tiny_checkpoint
 from walks import allowed
 
 from streamkv.engine import grammars as grammars_module
@@ -195,6 +196,28 @@ def test_each_choice_follows_the_grammar_for_itself(compiler, async_scheduling):
             await check_all_is_given_back(engine, runner)
 
     run(main)
+
+
+def test_on_the_cpu_both_depths_give_the_same_valid_answers(tmp_path):
+    save_tiny_checkpoint(tmp_path, hidden_size=64)  # heads of 16
+
+    async def answers(async_scheduling: bool) -> list[Any]:
+        options = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 3}
+        async with AsyncEngine(
+            str(tmp_path), async_scheduling=async_scheduling, **options
+        ) as engine:
+            streams = [
+                engine.generate("the fox", bound(JSON, seed=seed, n=1 + seed % 2, max_tokens=150))
+                for seed in range(5)
+            ]
+            return await asyncio.gather(*(stream.collect() for stream in streams))
+
+    first, second = run(lambda: answers(False)), run(lambda: answers(True))
+    assert first == second
+    ended = [one for all_of_them in first for one in all_of_them if one.finish_reason == "stop"]
+    assert len(ended) >= 3
+    for one in ended:
+        jsonschema.validate(json.loads(one.text), SCHEMA)
 
 
 LIST = StructuredOutputs(regex=r"(the|fox|,| |[0-9]){2,30}")

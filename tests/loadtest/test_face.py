@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -69,17 +70,25 @@ def count(url: str, api: str, *, streams: int, length: int, connections: int = 0
 def test_every_event_and_token_is_counted(
     bare_url: str, api: str, connections: int, num_others: int
 ) -> None:
-    counter, marks = count(bare_url, api, streams=12, length=100, connections=connections)
-    assert counter.num_tokens == 1200
-    assert counter.num_events == 1200 + 12 * num_others, "usage is an event of its own"
+    counter, marks = count(bare_url, api, streams=12, length=300, connections=connections)
+    assert counter.num_tokens == 3600
+    assert counter.num_events == 3600 + 12 * num_others, "usage is an event of its own"
     begun, steady, late, ended = marks
-    assert begun == 0 <= steady < 900 <= late < ended == counter.num_events
+    assert begun == 0 <= steady < 2700 <= late < ended == counter.num_events
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_tokens_of_a_real_server_are_counted_too(api: str) -> None:
-    with serve(engine={"max_num_seqs": 16}) as server:
-        counter, _ = count(server.url, api, streams=8, length=300)
+    gate = threading.Semaphore(0)
+    with serve(fake_runner(gate=gate), engine={"max_num_seqs": 16}) as server:
+        with ThreadPoolExecutor(1) as pool:
+            counting = pool.submit(count, server.url, api, streams=8, length=300)
+            load = server.engine.stats
+            server.wait_until(
+                lambda: load().num_requests_running + load().num_requests_waiting == 8
+            )
+            gate.release(10_000)  # now that all have come
+            counter, _ = counting.result()
     assert counter.num_tokens == 2400
     assert 600 < counter.num_events <= 2400 + 3 * 8, "some tokens are half a character"
 

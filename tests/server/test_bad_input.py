@@ -170,6 +170,7 @@ CASES = [
     (CHAT, chat(response_format=JSON_OBJECT, use_beam_search=True), 400, "response_format"),
     (CHAT, chat(chat_template_kwargs={"messages": "x"}), 400, "chat_template_kwargs"),
     (CHAT, chat(chat_template_kwargs={"chat_template": "x"}), 400, "chat_template_kwargs"),
+    (CHAT, chat(chat_template_kwargs={"a": [0] * 70_000}), 400, "chat_template_kwargs"),
     (CHAT, chat(chat_template="hi"), 400, "chat_template"),
     (CHAT, chat(documents=[1]), 400, "documents[0]"),
     (CHAT, chat(documents=[{"text": "a"}] * 1025), 400, "documents"),

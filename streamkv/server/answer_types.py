@@ -1,0 +1,64 @@
+"""What an answer is made by, written to and governed by.
+
+Owns the protocols of a writer, which makes events, and of an outlet, which takes them, and the
+policy for a reader that is gone. Knows no implementation of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from ..engine.stream import TokenDelta, TokenStream
+from .event_log import Event
+
+
+class OnDisconnect(StrEnum):
+    """What becomes of a request whose reader is gone."""
+
+    ABORT = "abort"
+    CONTINUE = "continue"  # it goes on until it has ended, or the window has passed
+    PAUSE = "pause"  # it gives its place on the device back until the reader returns
+
+
+class Policy(NamedTuple):
+    """How an answer deals with the loss of its reader."""
+
+    resumable: bool = False  # its events are kept
+    on_disconnect: OnDisconnect = OnDisconnect.ABORT
+    window_s: float = 0.0  # so long it lives without a reader
+
+
+PLAIN = Policy()
+
+
+class AnswerWriter(Protocol):
+    """Makes one answer's events. Synchronous; knows no transport."""
+
+    def begin(self, streams: Sequence[TokenStream]) -> Sequence[Event]:
+        """All prompts are admitted. What goes wrong before the first event is no event but an
+        error of the request."""
+
+    def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
+        """The events of one delta."""
+
+    def end(self) -> Sequence[Event]:
+        """The last events, after the last delta of all prompts."""
+
+    def fail(self, error: BaseException) -> Sequence[Event]:
+        """The last events of an answer that broke."""
+
+
+class Outlet(Protocol):
+    """Where an answer's events go: a connection, or a lane of one."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be written to now."""
+
+    def write(self, number: int, event: Event) -> None:
+        """Send one event. Only called while `is_open`."""
+
+    def ended(self) -> None:
+        """No event will follow: the answer has ended, or somebody else reads it now."""
