@@ -182,31 +182,34 @@ class Matchers:
                 return
             if slot.is_slow and lane is self._quick:
                 self._slow.put([(slot, token_id)])
-            elif token_id == _GIVE_BACK:
-                self._remove(slot)
-            elif token_id == _END:
+                continue
+            try:
+                self._take_one(slot, token_id, news)
+            except BaseException as exc:  # whatever it is, even a panic, the others go on
                 slot.is_over = True
-                self._board.publish(slot.number, slot.published + 1)
-            elif not slot.is_over:
-                self._advance(slot, token_id, news)
+                news.append(News(slot, failure=str(exc) or type(exc).__name__))
         if news:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
                 self._loop.call_soon_threadsafe(self._on_news, news)
 
+    def _take_one(self, slot: Slot, token_id: int, news: list[News]) -> None:
+        if token_id == _GIVE_BACK:
+            self._remove(slot)
+        elif token_id == _END:
+            slot.is_over = True
+            self._board.publish(slot.number, slot.published + 1)
+        elif not slot.is_over:
+            self._advance(slot, token_id, news)
+
     def _advance(self, slot: Slot, token_id: int, news: list[News]) -> None:
         began_s = time.thread_time()
-        try:
-            slot.matcher.consume(token_id)
-        except BaseException as exc:  # the library's panics are no Exceptions
-            self._fail(slot, str(exc), news)
-            return
+        slot.matcher.consume(token_id)
         took_s = time.thread_time() - began_s
         slot.is_slow = slot.is_slow or took_s > SLOW_S
         slot.cpu_s += took_s
         slot.num_tokens += 1
         if slot.cpu_s > ALLOWED_S + ALLOWED_TOKEN_S * slot.num_tokens:
-            self._fail(slot, f"it takes {slot.cpu_s / slot.num_tokens:.2f} s a token", news)
-            return
+            raise TimeoutError(f"it takes {slot.cpu_s / slot.num_tokens:.2f} s a token")
         position = slot.published + 1
         if slot.matcher.has_ended:
             news.append(News(slot, position, has_ended=True))
@@ -221,10 +224,6 @@ class Matchers:
         with self._lock:
             self._slots.remove(slot)
         self._board.remove(slot.number)
-
-    def _fail(self, slot: Slot, reason: str, news: list[News]) -> None:
-        slot.is_over = True
-        news.append(News(slot, failure=reason or "unknown"))
 
     def _publish(self, slot: Slot) -> None:
         matcher, words = slot.matcher, slot.words

@@ -41,15 +41,12 @@ class Grammar:
     def __init__(self, matcher: LLMatcher, ends: _Ends, num_bytes: int) -> None:
         """GrammarFailure."""
         self.num_bytes = num_bytes  # of each matcher, about
-        # What is known before the first token is the same for all. Of these nobody consumes.
-        self._prototypes = [
-            Matcher(matcher.deep_copy(), ends, ignore_end=ignore_end)
-            for ignore_end in (False, True)
-        ]
+        # What is known before the first token is the same for all. Of this one nobody consumes.
+        self._prototype = Matcher(matcher, ends)
 
     def matcher(self, *, ignore_end: bool = False) -> Matcher:
         """For one answer, which with `ignore_end` ends only where nothing else is left."""
-        return self._prototypes[ignore_end].copy()
+        return self._prototype.copy(ignore_end=ignore_end)
 
 
 class Matcher:
@@ -58,22 +55,25 @@ class Matcher:
 
     __slots__ = ("_ends", "_matcher", "_unwanted", "forced", "has_ended", "mask")
 
-    def __init__(self, matcher: LLMatcher, ends: _Ends, *, ignore_end: bool) -> None:
+    def __init__(self, matcher: LLMatcher, ends: _Ends) -> None:
         """GrammarFailure."""
         self._matcher = matcher
         self._ends = ends
-        self._unwanted = ends.bits if ignore_end or not ends.ids else 0
+        self._unwanted = 0 if ends.ids else ends.bits
         self.forced: list[int] = []  # the tokens that come, as far as is known
         self.has_ended = False  # nothing may follow, and there is no token that says so
         self.mask = b""  # bit i % 8 of byte i // 8 is token i's
         self._look_ahead()
 
-    def copy(self) -> Matcher:
+    def copy(self, *, ignore_end: bool) -> Matcher:
         """One that goes its own way from here."""
         other = Matcher.__new__(Matcher)
         other._matcher = self._matcher.deep_copy()
         other._ends, other._unwanted = self._ends, self._unwanted
         other.forced, other.has_ended, other.mask = self.forced[:], self.has_ended, self.mask
+        if ignore_end and self._ends.ids:
+            other._unwanted = self._ends.bits
+            other.mask = other._allowed(self.mask)
         return other
 
     def consume(self, token_id: int) -> None:

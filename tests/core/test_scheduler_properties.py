@@ -26,6 +26,9 @@ def test_ten_thousand_simulated_requests_get_the_oracles_answers(depth):
     assert sum(result.num_swaps for result in results) > 300
     assert sum(result.num_hit_tokens for result in results) > 10_000
     assert sum(result.num_copies for result in results) > 10_000
+    assert sum(result.num_deferrals for result in results) > 300
+    assert sum(result.num_forced_tokens for result in results) > 1000
+    assert sum(result.num_scores for result in results) > 3000
 
 
 def test_the_same_commands_give_the_same_steps_in_another_process():

@@ -280,11 +280,12 @@ def test_without_end_tokens_an_answer_ends_where_nothing_is_left(async_schedulin
     async def main() -> None:
         options = {"tokenizer": tokenizer, "async_scheduling": async_scheduling}
         async with make_engine(runner, **options) as engine:
-            answers = await engine.generate(PROMPT, bound(CHOICE, n=2)).collect()
-            for answer in answers:
-                assert answer.text == CHOICE.choice[0]
-                assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, None)
-            assert engine.stats().request_success_total["stop"] == 2
+            for ignore_eos in (False, True):
+                sampling = bound(CHOICE, n=2, ignore_eos=ignore_eos)
+                for answer in await engine.generate(PROMPT, sampling).collect():
+                    assert answer.text == CHOICE.choice[0]
+                    assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, None)
+            assert engine.stats().request_success_total["stop"] == 4
             await check_all_is_given_back(engine, runner)
 
     run(main)
