@@ -105,11 +105,25 @@ def test_nobody_waits_for_a_slot_that_is_gone_nor_longer_than_was_said():
     assert time.monotonic() - started >= 0.02
     board.remove(2)
     assert board.find([0, 2], [1, 1], LONG) == [True, False]
-    thread = threading.Thread(target=board.remove, args=(1,))
-    thread.start()
-    assert board.find([0, 1], [1, 1], LONG) == [True, False]
-    thread.join()
     assert board.find([0], [1], LONG) == [True], "the next wait has nothing to wait for"
+
+
+def test_a_slot_that_is_removed_while_it_is_waited_for_ends_the_wait():
+    board, both = MaskBoard(32), threading.Barrier(2)
+    kept, slots = board.add(), [board.add() for _ in range(50)]
+    board.publish(kept, 1)
+
+    def remove() -> None:
+        for slot in slots:
+            both.wait()
+            board.remove(slot)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    for slot in slots:
+        both.wait()
+        assert board.find([kept, slot], [1, 1], LONG) == [True, False]
+    thread.join()
 
 
 def test_what_was_written_before_it_was_published_is_what_the_other_thread_reads():
