@@ -190,6 +190,20 @@ void check_rows(Report& report, Random& random, int64_t n) {
   }
 }
 
+// `limit` tokens one by one, then words of ones: as many as can be found before it ends.
+void check_list_allowed(Report& report) {
+  for (const int64_t limit : {1, 31, 64, 100}) {
+    std::vector<int32_t> words(2 * limit + 2, -1);
+    for (int64_t i = 0; i < 2 * limit; ++i) words[i] = i % 2;
+    Guarded ids((limit + 64) * 4);
+    const bool holds = list_allowed(words, limit, ids.as<int32_t>()) == -1 && ids.is_intact();
+    words.resize(2 * limit);
+    report.expect(holds && list_allowed(words, limit, ids.as<int32_t>()) == limit &&
+                      ids.as<int32_t>()[limit - 1] == 32 * (2 * limit - 1) && ids.is_intact(),
+                  "list_allowed up to " + std::to_string(limit));
+  }
+}
+
 // As if the vocabulary had none but the allowed tokens, few or many.
 void check_masked_rows(Report& report, Random& random, int64_t n) {
   const std::vector<float> x = logits_of(random, n, false);
@@ -237,6 +251,7 @@ void check_sampling(Report& report) {
     check_mask(report, random, n);
   }
   for (const int64_t n : {3, 50, 1000, 20000}) check_rows(report, random, n);
+  check_list_allowed(report);
   for (const int64_t n : {3, 50, 1000, 20000}) check_masked_rows(report, random, n);
   // The first words that the authors' known answers give for counter and key zero.
   constexpr uint64_t kFirst = 0x6627e8d5, kSecond = 0xe169c58d;

@@ -159,7 +159,7 @@ def text_config(text: TextFields | None) -> TextConfig:
         TextFormat(
             type="json_schema",
             name=given.name or "response",
-            schema=given.schema,
+            schema=given.schema.copy(),
             description=UNSET if given.description is None else given.description,
             strict=UNSET if given.strict is None else given.strict,
         )

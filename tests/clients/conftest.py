@@ -21,7 +21,7 @@ def real(default_checkpoint: Checkpoint) -> Iterator[RealServer]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """One with a fake model."""
     with serve() as running:

@@ -90,7 +90,7 @@ def test_the_last_mask_that_is_missing_ends_the_wait():
         for slot, position in ((0, 6), (0, 7), (3, 7), (4, 7), (2, 1), (2, 7)):
             board.publish(slot, position)
 
-    thread = threading.Thread(target=publish)
+    thread = threading.Thread(target=publish, daemon=True)
     thread.start()
     assert board.find(slots, [7] * 5, LONG) == [True] * 5
     thread.join()
@@ -118,11 +118,13 @@ def test_a_slot_that_is_removed_while_it_is_waited_for_ends_the_wait():
             both.wait()
             board.remove(slot)
 
-    thread = threading.Thread(target=remove)
+    thread = threading.Thread(target=remove, daemon=True)
     thread.start()
     for slot in slots:
         both.wait()
+        started = time.monotonic()
         assert board.find([kept, slot], [1, 1], LONG) == [True, False]
+        assert time.monotonic() - started < LONG
     thread.join()
 
 
@@ -139,7 +141,7 @@ def test_what_was_written_before_it_was_published_is_what_the_other_thread_reads
             words[slot][:] = position * num_slots + slot
             board.publish(slot, position)
 
-    matcher = threading.Thread(target=match)
+    matcher = threading.Thread(target=match, daemon=True)
     matcher.start()
     for position in range(num_tokens):
         for slot in slots:

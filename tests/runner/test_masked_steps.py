@@ -147,7 +147,8 @@ def test_steps_that_were_sent_ahead_wait_for_nothing_and_leave_the_row_as_it_was
     assert tokens == masked_greedy(oracle, PROMPT, NUM_TOKENS)
 
 
-def test_a_deferred_row_can_be_given_up_and_its_place_taken(folder, oracle, kind):
+@pytest.mark.parametrize("removed", [(0,), ()])
+def test_a_deferred_row_can_be_given_up_and_its_place_taken(folder, oracle, kind, removed):
     runner, _ = load_runner(folder, **kind)
     slot = runner.masks.add()
     assert numbers(runner.step(first_step(slot)).deferred) == [0]
@@ -156,7 +157,7 @@ def test_a_deferred_row_can_be_given_up_and_its_place_taken(folder, oracle, kind
     publish(runner, slot, len(PROMPT) + 2)
     added = row_added(0, [*PROMPT, *known[:2]], [0, 1], len(PROMPT), mask_slot=slot)
     scheduled = [(0, len(PROMPT) - 1, 3, Ask.SAMPLE)]  # tokens that were forced, as a chunk
-    output = runner.step(step(2, scheduled, removed=[0], added=[added]))
+    output = runner.step(step(2, scheduled, removed=removed, added=[added]))
     assert (output.deferred, numbers(output.sampled)) == (b"", known[2:])
 
 
@@ -170,7 +171,7 @@ def test_a_mask_that_comes_while_it_is_waited_for_is_in_time(folder, oracle, kin
         for _ in range(NUM_TOKENS):
             publish(runner, slot, positions.get())
 
-    thread = threading.Thread(target=match)
+    thread = threading.Thread(target=match, daemon=True)
     thread.start()
     positions.put(len(PROMPT))
     tokens = numbers(runner.step(first_step(slot)).sampled)

@@ -29,7 +29,7 @@ inline bool is_allowed(const std::vector<int32_t>& words, int64_t token_id) {
 }
 
 // The ids of the bits, ascending, and how many; -1 if there are more than `limit`. `token_ids` has
-// room for limit + 63.
+// room for limit + 64.
 int64_t list_allowed(const std::vector<int32_t>& words, int64_t limit, int32_t* token_ids);
 
 }  // namespace streamkv

@@ -142,7 +142,7 @@ struct Scores {
 
 // The scores of the allowed tokens alone if they are few; else of all, the others -infinity.
 Scores mask(const float* scores, int64_t vocab_size, SamplerScratch& scratch) {
-  int32_t* ids = room_for(scratch.few_ids, kFew + 63);
+  int32_t* ids = room_for(scratch.few_ids, kFew + 64);
   const int64_t num_few = list_allowed(scratch.allowed, kFew, ids);
   if (num_few >= 0) {
     float* few = room_for(scratch.few_scores, num_few);

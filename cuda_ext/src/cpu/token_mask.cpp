@@ -14,7 +14,7 @@ int32_t bit_of(int64_t token_id) {
 
 void set_all(Words& words, int64_t vocab_size) {
   words.assign(num_mask_words(vocab_size), -1);
-  if (vocab_size % 32 != 0) words.back() = bit_of(vocab_size) - 1;
+  if (vocab_size % 32 != 0) words.back() = static_cast<int32_t>((1u << vocab_size % 32) - 1);
 }
 
 bool is_empty(const Words& words) {
