@@ -165,6 +165,7 @@ def test_a_session_is_kept_by_field_or_header_for_its_salt_alone() -> None:
 
 def test_the_socket_takes_sessions_too() -> None:
     event = {"type": "response.create", "input": "hi " * 20, "max_output_tokens": 2}
+    event |= {"ignore_eos": True}
     with serve() as server:
         with connect(f"ws://{server.host}{RESPONSES}") as socket:
             socket.send(json.dumps(event | {"session_ttl": 60}))
