@@ -1,4 +1,4 @@
-"""Texts and conversations to token ids, without holding up the event loop.
+"""Texts and conversations to token ids and back, without holding up the event loop.
 
 Owns what is done in a thread, and that huge texts go one by one. It must not know requests.
 Invariant: what is too long for the context at first sight is refused before it is tokenized.
@@ -17,9 +17,16 @@ from ..text.chat_prompt import render_chat
 from ..text.tokenizer import Tokenizer
 from .admission import check_num_messages, check_text, check_unicode
 
+LONG_TOKENS_LEN = 8192  # decoding more than this would hold up the loop
 LONG_TEXT_CHARS = 8192  # tokenizing more than this would hold up the loop: a thread does it
 HUGE_TEXT_CHARS = 1 << 20  # more than this takes a second: one at a time, to leave others threads
 MANY_MESSAGES = 256  # rendering more than this would hold up the loop
+
+
+async def decode_whole(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of whole sequences, special tokens shown; that of a long one in a thread."""
+    decode = functools.partial(tokenizer.decode, token_ids, skip_special_tokens=False)
+    return await asyncio.to_thread(decode) if len(token_ids) > LONG_TOKENS_LEN else decode()
 
 
 class Encoder:

@@ -9,12 +9,12 @@ came in pieces.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from ..engine.encoding import decode_whole
 from ..errors import InvalidRequestError
 from ..protocol import SamplingParams
 from ..sampling import StructuredOutputs
@@ -27,7 +27,6 @@ from ..text.tool_calls import ToolFormat, answer_parser
 from ..text.tool_grammar import Rules
 
 _TAIL_LEN = 16  # tokens of a prompt's end: the mark that begins reasoning, and what follows it
-_LONG_PROMPT_LEN = 8192  # decoding more tokens would hold up the loop
 
 
 class AnswerPlan:
@@ -64,13 +63,8 @@ class AnswerPlan:
         if self.reasoning is None:
             return
         tail = token_ids if continues else token_ids[-_TAIL_LEN:]
-        decode, is_open = self._tokenizer.decode, self.reasoning.is_open
-
-        def look() -> bool:
-            return is_open(decode(tail, skip_special_tokens=False), continues=continues)
-
-        is_long = len(tail) > _LONG_PROMPT_LEN
-        self._is_open = await asyncio.to_thread(look) if is_long else look()
+        text = await decode_whole(self._tokenizer, tail)
+        self._is_open = self.reasoning.is_open(text, continues=continues)
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """How to sample such answers. InvalidRequestError."""

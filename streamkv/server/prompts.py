@@ -10,19 +10,17 @@ there; where it puts none, there is nothing to continue, which is a 400.
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from ..engine.admission import check_prompt_len
 from ..engine.async_engine import AsyncEngine
+from ..engine.encoding import decode_whole
 from ..errors import InvalidRequestError
 from .prompt_echo import EchoedPrompt
 
 MAX_PROMPTS = 1024
 MAX_PROMPTS_TIMES_N = 4096  # choices of one request
-LONG_PROMPT_LEN = 8192  # decoding more tokens would hold up the loop
 
 GivenPrompt: TypeAlias = str | list[int]
 
@@ -112,9 +110,6 @@ class PromptEncoder:
         if text is not None:
             return Prompt(token_ids, EchoedPrompt(text, True))
         check_prompt_len(len(token_ids), self._engine.info)
-        tokenizer = self._engine.tokenizer
-        decode = functools.partial(tokenizer.decode, token_ids, skip_special_tokens=False)
-        is_long = len(token_ids) > LONG_PROMPT_LEN
         return Prompt(
-            token_ids, EchoedPrompt(await asyncio.to_thread(decode) if is_long else decode())
+            token_ids, EchoedPrompt(await decode_whole(self._engine.tokenizer, token_ids))
         )

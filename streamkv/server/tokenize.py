@@ -8,15 +8,13 @@ MAX_DETOKENIZE_TOKENS; long ones run in a thread, and their JSON is written in p
 
 from __future__ import annotations
 
-import asyncio
-import functools
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ..engine.async_engine import AsyncEngine
+from ..engine.encoding import decode_whole
 from ..errors import InvalidRequestError, UnknownModelError
 from .json_list import JsonList
 from .messages import Documents, Messages, ReasoningEffort, TemplateKwargs, template_arguments
@@ -25,7 +23,6 @@ from .tools import Tools
 from .wire import NotHonoured, json_response, read_body, ready_engine
 
 MAX_DETOKENIZE_TOKENS = 1 << 20
-LONG_TOKENS_LEN = 8192  # decoding more would hold up the loop
 
 NOT_HONOURED: NotHonoured = {"media_io_kwargs": (), "mm_processor_kwargs": ()}
 
@@ -135,11 +132,7 @@ async def detokenize(request: Request) -> Response:
             f"tokens[{i}]: expected a token id below {vocab_size}, got {token_id}",
             param=f"tokens[{i}]",
         )
-    decode = functools.partial(engine.tokenizer.decode, tokens, skip_special_tokens=False)
-    is_long = len(tokens) > LONG_TOKENS_LEN
-    return json_response(
-        DetokenizeResponse(await asyncio.to_thread(decode) if is_long else decode())
-    )
+    return json_response(DetokenizeResponse(await decode_whole(engine.tokenizer, tokens)))
 
 
 routes = [
