@@ -21,6 +21,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..errors import GenerationError, StreamkvError
@@ -242,9 +243,11 @@ class Mailbox:
         waiter = self._waiter
         if waiter is None or (not self.done and (self._waits_for_all or not self.has_delta)):
             return
-        # A reader that was left behind by a loop that is closed can't be woken.
+        # A reader that was left behind by a loop that is closed can't be woken. One that asyncio's
+        # handler of Ctrl+C cancels, which may run between any two lines, is awake already.
         if not waiter.done() and not waiter.get_loop().is_closed():
-            waiter.set_result(None)
+            with suppress(asyncio.InvalidStateError):
+                waiter.set_result(None)
 
 
 def _rank(output: ChoiceOutput) -> tuple[bool, float]:

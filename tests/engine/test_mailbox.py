@@ -257,6 +257,35 @@ def test_misuse_of_a_stream_is_a_clear_error():
     run(main)
 
 
+class CancelledBetweenLines(asyncio.Future):
+    """As if Ctrl+C came while it is looked at: asyncio's handler then cancels what is awaited."""
+
+    def done(self) -> bool:
+        was_done = super().done()
+        self.cancel()
+        return was_done
+
+
+def test_a_reader_cancelled_while_it_is_woken_costs_nobody_anything(monkeypatch):
+    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with make_engine(runner) as engine:
+            async with engine.generate(PROMPT, greedy(max_tokens=5)) as stream:
+                reader = asyncio.create_task(anext(stream))
+                with monkeypatch.context() as patch:
+                    patch.setattr(loop, "create_future", lambda: CancelledBetweenLines(loop=loop))
+                    await asyncio.sleep(0)
+                gate.release(5)
+                with pytest.raises(asyncio.CancelledError):
+                    await reader
+                token_ids = [token for delta in await read(stream) for token in delta.token_ids]
+            assert token_ids == oracle(runner, PROMPT, 5)
+
+    run(main)
+
+
 def test_facts_of_a_stream_are_empty_before_it_is_entered():
     engine = make_engine(make_runner())
     stream = engine.generate(PROMPT, request_id="mine")
