@@ -12,7 +12,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cli import Call, parse
+from .call import Call
+from .cli import parse
 from .config import http_url
 from .errors import ConfigError
 
