@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ __all__ = [
     "CopyKind",
     "MASK_WAIT_S",
     "MAX_SCORED",
+    "NO_MORE_MASKS",
     "FinishReason",
     "MaskBoard",
     "Request",
@@ -47,6 +48,7 @@ __all__ = [
 
 MAX_SCORED = 64  # positions of prompts that one step scores: each takes a row of logits
 MASK_WAIT_S = 0.010  # for how long a step waits for the masks of all its rows together
+NO_MORE_MASKS = 2**31 - 1  # in place of a position: none will be published for the slot any more
 
 
 class FinishReason(enum.StrEnum):
@@ -117,15 +119,13 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_prompt_logprobs: int = -1  # with Ask.SCORE: of the most likely tokens besides; -1 = off
 
     @classmethod
-    def build(cls, request: Request, choice: int, eos_token_ids: Iterable[int]) -> RowSampling:
+    def build(cls, request: Request, end_token_ids: Collection[int]) -> RowSampling:
+        """Of its first choice, without a grammar. `end_token_ids` end an answer of it."""
         params = request.sampling
-        stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids.update(eos_token_ids)
         num_logprobs = -1 if params.logprobs is None else params.logprobs
         if params.use_beam_search:  # the most likely tokens are all that is wanted of the device
             width = params.num_sequences  # besides an end token for each beam, if there are so many
-            num_logprobs = max(num_logprobs, width + max(width, len(stop_ids)))
+            num_logprobs = max(num_logprobs, width + max(width, len(end_token_ids)))
         elif params.num_sequences > params.n:  # candidates are ranked by their log-probabilities
             num_logprobs = max(num_logprobs, 0)
         return cls(
@@ -137,22 +137,21 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
             seed=request.seed,
-            choice=choice,
+            choice=0,
             min_tokens=params.min_tokens,
             num_logprobs=num_logprobs,
-            min_tokens_stop_ids=pack_ints(sorted(stop_ids) if params.min_tokens else ()),
+            min_tokens_stop_ids=pack_ints(sorted(end_token_ids) if params.min_tokens else ()),
             bias_ids=pack_ints(params.logit_bias),
             bias_values=array("f", params.logit_bias.values()).tobytes(),
             allowed_ids=pack_ints(sorted(params.allowed_token_ids or ())),
             bad_words=pack_ints(
                 number for word in request.bad_words for number in (len(word), *word)
             ),
-            mask_slot=request.mask_slots[choice] if request.mask_slots else -1,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
 
     def of_choice(self, choice: int, mask_slot: int = -1) -> RowSampling:
-        """The same for another choice of the request, the packed arrays shared."""
+        """The same for any choice of the request, the packed arrays shared."""
         return msgspec.structs.replace(self, choice=choice, mask_slot=mask_slot)
 
 
@@ -292,8 +291,10 @@ class BlockStore(Protocol):
 class MaskBoard(Protocol):
     """Which tokens grammars allow next, where the device finds it: one bitmask for each slot.
 
-    A mask is written by one thread (the matchers') and read by the device once it was published;
-    until its next position is asked for, nobody writes it again. Any thread may call these.
+    A mask is written by one thread at a time, the one that has its matcher, and read by the device
+    once it was published; until the token that it is for has come, nobody writes it again.
+    Positions of a slot only grow: for one that has been passed nobody waits. Any thread may call
+    these.
     """
 
     @property
@@ -310,8 +311,9 @@ class MaskBoard(Protocol):
         """Its mask, to be written: int32 [num_words], valid until it is removed."""
 
     def publish(self, slot: int, position: int) -> None:
-        """What was written holds for the token at that position of the sequence. Wakes the device
-        if it waits for it."""
+        """What was written holds for the token at that position of the sequence; NO_MORE_MASKS:
+        for none. Wakes the device if it waits for that or an earlier one. Nothing happens if a
+        later one was published."""
 
 
 class Runner(Protocol):

@@ -80,6 +80,16 @@ def _check_text(name: str, text: Any, limit: int) -> None:
         raise _wrong(f"{name} to be text that isn't empty", got)
     if len(text) > limit:
         raise _wrong(f"at most {limit} characters of {name}", str(len(text)))
+    _check_unicode(name, text)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise _wrong(
+            f"{name} to be Unicode", f"a lone surrogate at character {exc.start}"
+        ) from None
 
 
 def _json_text(name: str, value: Any) -> str | None:
@@ -107,6 +117,8 @@ def _choices(items: Any) -> tuple[str, ...]:
     num_chars = sum(map(len, choices))
     if num_chars > MAX_GRAMMAR_CHARS:
         raise _wrong(f"at most {MAX_GRAMMAR_CHARS} characters of choices", str(num_chars))
+    for place, text in enumerate(choices):
+        _check_unicode(f"choice[{place}]", text)
     return choices
 
 

@@ -13,6 +13,8 @@ import time
 import zlib
 from array import array
 
+from streamkv.protocol import NO_MORE_MASKS
+
 WORD_BITS = 32
 UNPUBLISHED = -1
 
@@ -58,6 +60,8 @@ class FakeMaskBoard:
     def publish(self, slot: int, position: int) -> None:
         with self._changed:
             one = self._slots[slot]
+            if one.position == NO_MORE_MASKS:
+                return
             if position <= one.position:
                 self.violations.append(
                     f"slot {slot} has a mask for {position} after that for {one.position}"

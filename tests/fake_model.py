@@ -13,6 +13,9 @@ from fake_masks import FakeMatcher
 from streamkv.core.beam import BeamSearch
 from streamkv.protocol import RowLogprobs, pack_ints
 
+# What devices say of a score whose logits are not.
+NOT_FINITE = RowLogprobs(logprob=0.0, rank=0, top_ids=b"", top_logprobs=b"")
+
 
 def next_token(
     context_crc: int,
@@ -159,10 +162,12 @@ def fake_score(
     context_crc: int, token_id: int, num_logprobs: int, vocab_size: int, *, is_finite: bool = True
 ) -> RowLogprobs:
     """Of a token of a prompt, after a context with this CRC-32."""
+    if not is_finite:
+        return NOT_FINITE
     likely = fake_logprobs(context_crc % vocab_size, num_logprobs, vocab_size)
     logprob = -(1 + zlib.crc32(pack_ints((token_id,)), context_crc) % 1000) / 8
     return RowLogprobs(
-        logprob=logprob if is_finite else float("nan"),
+        logprob=logprob,
         rank=1 + (token_id - context_crc) % vocab_size,
         top_ids=likely.top_ids,
         top_logprobs=likely.top_logprobs,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from streamkv.core.groups import SequenceGroup
 from streamkv.errors import InvalidRequestError
 from streamkv.protocol import (
     Ask,
@@ -54,7 +55,7 @@ def whole_step() -> StepInput:
         logprobs=3,
     )
     masked = structs.replace(
-        RowSampling.build(request_with(sampling), 1, {2}),
+        RowSampling.build(request_with(sampling), {2, 9}).of_choice(1),
         allowed_ids=pack_ints((4, 5, 9)),
         bad_words=pack_ints((1, 8, 2, 5, 6)),
         mask_slot=11,
@@ -67,7 +68,7 @@ def whole_step() -> StepInput:
         block_ids=pack_ints((7,)),
         sampling=masked,
     )
-    plain = RowSampling.build(request_with(SamplingParams(top_k=-1)), 0, ())
+    plain = RowSampling.build(request_with(SamplingParams(top_k=-1)), ())
     return StepInput(
         step_id=2**40,
         removed=pack_ints((3, 4, 5)),
@@ -207,10 +208,11 @@ def test_an_error_that_is_no_text_still_crosses():
     assert output.error == "a \\udc80 file"
 
 
-def test_row_sampling_masks_end_tokens_only_below_min_tokens_and_unless_eos_is_ignored():
+def test_end_tokens_are_masked_only_below_min_tokens_and_unless_eos_is_ignored():
     def masked(**params) -> list[int]:
         request = request_with(SamplingParams(max_tokens=4, **params))
-        return list(unpack_ints(RowSampling.build(request, 0, {2}).min_tokens_stop_ids))
+        group = SequenceGroup(request, first_arrival=0, eos_token_ids=frozenset({2}))
+        return list(unpack_ints(group.sequences[0].sampling.min_tokens_stop_ids))
 
     assert masked() == []
     assert masked(min_tokens=1) == [2]
@@ -348,18 +350,17 @@ def test_as_many_stop_tokens_and_biases_as_are_allowed_are_taken():
     sampling = SamplingParams(
         stop_token_ids=range(1024), logit_bias=dict.fromkeys(range(1024), 1.0), min_tokens=1
     )
-    row = RowSampling.build(request_with(sampling), 0, {5000})
+    row = RowSampling.build(request_with(sampling), {*range(1024), 5000})
     assert list(unpack_ints(row.min_tokens_stop_ids)) == [*range(1024), 5000]
 
 
 def test_the_choices_of_a_request_differ_by_their_number_only():
     sampling = SamplingParams(n=3, min_tokens=1, stop_token_ids=(9, 5), logit_bias={1: 2.0})
-    request = structs.replace(
-        request_with(sampling), mask_slots=(4, 9, 6), bad_words=((5,), (7, 8))
-    )
-    first = RowSampling.build(request, 0, {2})
+    request = structs.replace(request_with(sampling), bad_words=((5,), (7, 8)))
+    first = RowSampling.build(request, {2, 5, 9})
     assert [*unpack_ints(first.bad_words)] == [1, 5, 2, 7, 8]
-    for choice, slot in enumerate(request.mask_slots):
+    for choice, slot in enumerate((4, 9, 6)):
         row = first.of_choice(choice, slot)
-        assert row == RowSampling.build(request, choice, {2})
-        assert row.bias_ids is first.bias_ids and row.mask_slot == slot
+        assert (row.choice, row.mask_slot) == (choice, slot)
+        assert row.of_choice(0) == first
+        assert row.bias_ids is first.bias_ids

@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from streamkv.core.groups import SequenceGroup
 from streamkv.errors import InvalidRequestError
-from streamkv.protocol import Request, RowSampling, SamplingParams
+from streamkv.protocol import Request, SamplingParams
 from streamkv.sampling import StructuredOutputs
 from streamkv.sampling_params import (
     BeamSearchParams,
@@ -26,7 +27,8 @@ def num_logprobs(**params) -> int:
         seed=1,
         max_tokens=4,
     )
-    return RowSampling.build(request, 0, {2, 3}).num_logprobs
+    group = SequenceGroup(request, first_arrival=0, eos_token_ids=frozenset({2, 3}))
+    return group.sequences[0].sampling.num_logprobs
 
 
 def test_as_many_sequences_are_computed_as_the_greatest_number_says():
@@ -222,6 +224,11 @@ def test_nothing_is_to_be_matched_where_nothing_is_asked_for():
         ({"choice": "abc"}, "expected a list of choices"),
         ({"choice": ["a"] * 5000}, "at most 4096 choices"),
         ({"choice": ["a" * 100_000] * 3}, "at most 131072 characters of choices"),
+        ({"choice": ["a", "b\ud800"]}, r"choice\[1\] to be Unicode, got a lone .* character 1"),
+        ({"regex": "\udfff"}, "regex to be Unicode, got a lone surrogate at character 0"),
+        ({"json": '{"const":"\ud800"}'}, "json to be Unicode, got a lone surrogate"),
+        ({"json": {"const": "\ud800"}}, "json to be JSON, got .*surrogates not allowed"),
+        ({"json": {}, "whitespace_pattern": "\ud800"}, "whitespace_pattern to be Unicode"),
         ({"grammar": b"root"}, "got bytes"),
         ({"json_object": "yes"}, "json_object: expected true or false"),
         ({"json": {}, "whitespace_pattern": " " * 300}, "at most 256 characters"),

@@ -1,9 +1,12 @@
 // Owns the page's one state object, and what buttons, keys and the server do to it. Knows the
-// protocol only as transport.js, the looks only as render(state). Invariant: the state is the only
+// protocol only as transport.js, the looks only as render(state). Invariants: the state is the only
 // truth; the document is never read back, except for what is being typed, which goes into the
-// state at once.
+// state at once. An open answer is gone on with whenever there is a connection again, after a
+// reload of the page, too.
 
+import { errorText, isOpen, newAnswer, nextAnswer } from "./answer.js";
 import { copyText } from "./dom.js";
+import { keep, keepMessages, recall, recallMessages } from "./memory.js";
 import * as transport from "./transport.js";
 import { render } from "./view.js";
 
@@ -24,23 +27,23 @@ const keyForm = $("key").querySelector("form");
 
 const state = {
   link: transport.FIRST_LINK,
-  messages: dropOpen(recall(sessionStorage, "messages", [])),
-  draft: recall(sessionStorage, "draft", ""),
+  messages: recallMessages(),
+  draft: recall("sessionStorage", "draft", ""),
   editing: "", // id of the user's message that the draft will replace
-  settings: { ...DEFAULT_SETTINGS, ...recall(localStorage, "settings", {}) },
-  theme: recall(localStorage, "theme", ""), // "": as the system has it
+  settings: recallSettings(),
+  theme: recall("localStorage", "theme", ""), // "": as the system has it
   notice: "", // an error that belongs to no answer
   isFollowing: true, // the view stays at the newest line
 };
 
 const link = new transport.Link({
   origin: location.origin,
-  key: recall(sessionStorage, "key", ""),
+  key: recall("sessionStorage", "key", ""),
   onEvent: receive,
   onLink(now) {
     update({ link: now });
-    if (now.phase === "ready") update({ notice: "" });
-    else update({ messages: dropOpen(state.messages) });
+    if (now.phase === "ready") goOn();
+    else cutOff();
     if (now.phase === "locked") askForKey();
   },
 });
@@ -58,36 +61,38 @@ function update(changes) {
   });
 }
 
-function recall(storage, name, fallback) {
-  try {
-    return JSON.parse(storage.getItem(`streamkv.${name}`)) ?? fallback;
-  } catch {
-    return fallback; // not of our making
-  }
+// Who edits a setting in the storage by hand is told by the server what is wrong with it.
+function recallSettings() {
+  const stored = recall("localStorage", "settings", {});
+  const isPlain = (name) => ["number", "string"].includes(typeof stored[name]);
+  const names = Object.keys(DEFAULT_SETTINGS).filter(isPlain);
+  return { ...DEFAULT_SETTINGS, ...Object.fromEntries(names.map((name) => [name, stored[name]])) };
 }
 
-function keep(storage, name, value) {
-  try {
-    storage.setItem(`streamkv.${name}`, JSON.stringify(value));
-  } catch (error) {
-    console.warn(`streamkv: ${name} won't outlive this page:`, error.message);
-  }
+const openAnswers = () => state.messages.filter(isOpen);
+const isBusy = () => openAnswers().length > 0;
+
+/** Replaces an answer by what an event makes of it. */
+function change(answer, event) {
+  const next = nextAnswer(answer, event, nowMs());
+  if (next === answer) return next;
+  update({ messages: state.messages.with(state.messages.indexOf(answer), next) });
+  if (!isOpen(next)) keepMessages(state.messages);
+  return next;
 }
 
-/** The messages when no answer can arrive any more. */
-function dropOpen(messages) {
-  return messages.map((message) => transport.nextAnswer(message, { type: "dropped" }, 0));
+const nowMs = () => performance.timeOrigin + performance.now(); // the next page's clock, too
+
+/** Nobody can guess it: who knows the id of an answer may read it, where a server has no keys. */
+function newId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
-
-const openAnswer = () => state.messages.find(transport.isOpen);
-
-let numIds = 0;
-const newId = () => `${Date.now().toString(36)}-${(numIds += 1)}`;
 
 // --- conversation --------------------------------------------------------------------------------
 
 function send(text) {
-  if (!text.trim() || state.link.phase !== "ready" || openAnswer()) return;
+  if (!text.trim() || state.link.phase !== "ready" || isBusy()) return;
   const end = state.messages.findIndex((message) => message.id === state.editing);
   const before = end < 0 ? state.messages : state.messages.slice(0, end);
   if (text === state.draft) setDraft("");
@@ -96,33 +101,51 @@ function send(text) {
 }
 
 /** Asks for the answer to a conversation, in a lane of its own. */
-function ask(messages) {
-  const answer = transport.newAnswer(newId(), performance.now());
+function ask(messages, { sentMs = nowMs(), isRepeat = false } = {}) {
+  const answer = { ...newAnswer(newId(), sentMs), isRepeat };
   const { settings, link: { model } } = state;
-  link.send(transport.createEvent({ model, messages, settings, streamId: answer.id }));
+  link.send(transport.createEvent({ model, messages, settings, id: answer.id }));
   update({ messages: [...messages, answer], isFollowing: true, notice: "" });
-  keep(sessionStorage, "messages", state.messages);
+  keepMessages(state.messages);
 }
 
 function receive(event) {
-  if (event.type === "error" && !event.stream_id) update({ notice: transport.errorText(event) });
+  if (event.type === "error" && !event.stream_id) update({ notice: errorText(event) });
   const answer = state.messages.find((message) => message.id === event.stream_id);
   if (!answer) return; // of a chat that was left meanwhile
-  const next = transport.nextAnswer(answer, event, performance.now());
-  if (next === answer) return;
-  update({ messages: state.messages.with(state.messages.indexOf(answer), next) });
-  if (!transport.isOpen(next)) keep(sessionStorage, "messages", state.messages);
+  const next = change(answer, event);
+  if (next.status !== "unsent") return;
+  const before = state.messages.slice(0, state.messages.indexOf(next));
+  ask(before, { sentMs: next.sentMs, isRepeat: true });
 }
 
 /** Cancels by lane: that works before the response has an id, too. Its last event then comes. */
 function stop() {
-  const answer = openAnswer();
-  if (answer) link.send({ type: "response.cancel", stream_id: answer.id });
+  for (const answer of openAnswers()) {
+    if (isOpen(change(answer, { type: "stop" }))) {
+      link.send({ type: "response.cancel", stream_id: answer.id });
+    } else {
+      link.abandon(answer.id);
+    }
+  }
+}
+
+/** The connection is lost, or the page new. */
+function cutOff() {
+  for (const answer of openAnswers()) {
+    if (!isOpen(change(answer, { type: "cut" }))) link.abandon(answer.id);
+  }
+}
+
+/** There is a connection again. */
+function goOn() {
+  update({ notice: "" });
+  for (const answer of openAnswers()) link.send(transport.resumeEvent(answer));
 }
 
 function setDraft(draft) {
   update({ draft });
-  keep(sessionStorage, "draft", draft);
+  keep("sessionStorage", "draft", draft);
 }
 
 const actions = {
@@ -138,11 +161,11 @@ const actions = {
   "new-chat"() {
     stop();
     update({ messages: [], editing: "", notice: "", isFollowing: true });
-    keep(sessionStorage, "messages", []);
+    keepMessages([]);
     $("draft").focus();
   },
   regenerate() {
-    if (state.link.phase === "ready" && !openAnswer()) ask(state.messages.slice(0, -1));
+    if (state.link.phase === "ready" && !isBusy()) ask(state.messages.slice(0, -1));
   },
   continue: () => send("Continue."),
   edit(button) {
@@ -163,7 +186,7 @@ const actions = {
     const isSystemDark = matchMedia("(prefers-color-scheme: dark)").matches;
     const isDark = state.theme ? state.theme === "dark" : isSystemDark;
     update({ theme: isDark ? "light" : "dark" });
-    keep(localStorage, "theme", state.theme);
+    keep("localStorage", "theme", state.theme);
   },
   settings() {
     for (const name in DEFAULT_SETTINGS) settingsForm.elements[name].value = state.settings[name];
@@ -190,7 +213,7 @@ async function copyFrom(button, text) {
 
 function setSettings(settings) {
   update({ settings });
-  keep(localStorage, "settings", settings);
+  keep("localStorage", "settings", settings);
 }
 
 settingsForm.addEventListener("change", ({ target }) => {
@@ -209,7 +232,7 @@ keyForm.addEventListener("submit", (event) => {
   const key = keyForm.elements.key.value.trim();
   if (SENDABLE_KEY.test(key)) {
     link.key = key;
-    keep(sessionStorage, "key", key);
+    keep("sessionStorage", "key", key);
     link.connect();
   } else {
     event.preventDefault();
@@ -242,7 +265,7 @@ $("draft").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   const isDialogs = document.querySelector("dialog[open]");
   if (event.key !== "Escape" || event.isComposing || isDialogs) return;
-  if (openAnswer()) stop();
+  if (isBusy()) stop();
   else if (state.editing) actions["cancel-edit"]();
 });
 
@@ -253,7 +276,10 @@ $("scroller").addEventListener("scroll", ({ currentTarget: box }) => {
 
 addEventListener("resize", () => update({}));
 addEventListener("online", () => state.link.phase === "waiting" && link.connect());
-addEventListener("pagehide", () => keep(sessionStorage, "messages", state.messages));
+addEventListener("pagehide", () => keepMessages(state.messages));
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) keepMessages(state.messages); // a phone may end it without a pagehide
+});
 
 link.connect();
 render(state);

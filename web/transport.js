@@ -1,11 +1,11 @@
-// Owns the protocol: OpenAI's Responses WebSocket mode, how its events make an answer, and when to
-// connect. Knows no DOM. The pure part is nextLink and nextAnswer, (value, event) => new value;
-// Link is the thin shell around them. Invariant: at most one socket and one timer.
+// Owns the protocol: what is sent in OpenAI's Responses WebSocket mode, and when to connect. Knows
+// no DOM, and nothing of how events make an answer. The pure part is nextLink, (link, event) => new
+// link; Link is the thin shell around it. Invariant: at most one socket and one timer.
 
 export const SUBPROTOCOL = "realtime"; // offered beside the key: a browser wants one to be chosen
 const KEY_PREFIX = "openai-insecure-api-key.";
 const PROBE_MS = 1000; // between looks at a server that is loading
-const PROBE_TIMEOUT_MS = 10_000;
+const REQUEST_TIMEOUT_MS = 10_000;
 const LONGEST_WAIT_MS = 10_000;
 
 /** Wait before attempt `attempt` (1, 2, …): doubled each time, up to a fifth less by chance. */
@@ -49,76 +49,34 @@ export function readEvent(data) {
   return { type: "error", error: { message: "the server sent something that is not an event" } };
 }
 
-/** The `response.create` event for a conversation. Empty settings are left to the server. */
-export function createEvent({ model, messages, settings, streamId }) {
+/** The server's id of the response that was asked for with this `request_id`. */
+const responseId = (id) => `resp_${id}`;
+
+/**
+ * The `response.create` event for a conversation. Empty settings are left to the server. The
+ * answer's id names the lane, and the response, too: so it can be gone on with, or ended, before
+ * any event of it came.
+ */
+export function createEvent({ model, messages, settings, id }) {
   const chosen = Object.fromEntries(Object.entries(settings).filter(([, value]) => value !== ""));
   const input = messages
     .filter((message) => message.text)
     .map(({ role, text }) => ({ type: "message", role, content: text }));
-  // The page does not come back for an answer: nobody is to write one for it.
-  const kept = { store: false, on_disconnect: "abort" };
-  return { type: "response.create", stream_id: streamId, model, ...kept, input, ...chosen };
+  // No `on_disconnect`: an answer whose reader is cut off then goes on for the server's resume
+  // window, so that who comes back from a dead spot, a locked phone or a reload finds it written.
+  // To pause it would be kinder to the server when a tab is closed for good, but nobody can tell
+  // that from a reload. A server without a window would refuse the word.
+  const names = { stream_id: id, request_id: id };
+  return { type: "response.create", ...names, model, store: false, input, ...chosen };
 }
 
-/** An answer before its first event. Times are milliseconds of one monotonic clock. */
-export function newAnswer(id, sentMs) {
-  const nothing = { text: "", error: "", usage: null, firstMs: 0, lastMs: 0 };
-  return { id, role: "assistant", status: "waiting", sentMs, ...nothing };
-}
-
-export const isOpen = (answer) => answer?.status === "waiting" || answer?.status === "streaming";
-
-/** The answer after an event: waiting → streaming → done|stopped|length|failed|dropped. */
-export function nextAnswer(answer, event, nowMs) {
-  if (!isOpen(answer)) return answer;
-  switch (event.type) {
-    case "response.output_text.delta": {
-      if (!event.delta) return answer;
-      const times = { firstMs: answer.firstMs || nowMs, lastMs: nowMs };
-      return { ...answer, status: "streaming", text: answer.text + event.delta, ...times };
-    }
-    case "response.completed":
-    case "response.incomplete":
-    case "response.failed":
-      return { ...answer, ...outcome(event), usage: event.response.usage ?? null };
-    case "error":
-      return { ...answer, status: "failed", error: errorText(event) };
-    case "dropped":
-      return { ...answer, status: "dropped" };
-    default:
-      return answer; // created, in_progress, item and part events say nothing that the page shows
-  }
-}
-
-function outcome({ type, response }) {
-  if (type === "response.completed") return { status: "done" };
-  if (type === "response.failed") return { status: "failed", error: errorText(response) };
-  const reachedLimit = response.incomplete_details?.reason === "max_output_tokens";
-  return { status: reachedLimit ? "length" : "stopped" };
-}
-
-/** What an error event, or a failed response, says went wrong. */
-export function errorText({ error }) {
-  const text = error?.message || error?.code || "the server reported an error without saying which";
-  return error?.param && !text.includes(error.param) ? `${error.param}: ${text}` : text;
-}
-
-/** An answer's figures: tokens, tokens/s, time to first token, share of the prompt in the cache. */
-export function answerStats({ usage, sentMs, firstMs, lastMs }) {
-  const stats = [];
-  if (usage) stats.push(`${usage.output_tokens} token${usage.output_tokens === 1 ? "" : "s"}`);
-  // The first token's time is the prompt's: the rate counts the tokens after it.
-  const seconds = (lastMs - firstMs) / 1000;
-  if (usage?.output_tokens > 1 && seconds > 0) {
-    stats.push(`${((usage.output_tokens - 1) / seconds).toFixed(1)} tok/s`);
-  }
-  if (firstMs) stats.push(`${formatMs(firstMs - sentMs)} to first token`);
-  const cached = usage?.input_tokens_details?.cached_tokens;
-  if (cached) stats.push(`${Math.floor((100 * cached) / usage.input_tokens)} % cached`);
-  return stats;
-}
-
-const formatMs = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
+/** The event that goes on with an answer after the last event of it that came. */
+export const resumeEvent = ({ id, number }) => ({
+  type: "response.resume",
+  response_id: responseId(id),
+  starting_after: number,
+  stream_id: id,
+});
 
 const lost = (detail, { status }) => ({
   type: "lost",
@@ -130,6 +88,7 @@ export class Link {
   #socket = null;
   #timer = 0;
   #round = 0; // answers of an older round of requests are dropped
+  #abandoned = new Set(); // ids of answers to end
 
   constructor({ origin, key, onLink, onEvent }) {
     Object.assign(this, { origin, key, onLink, onEvent, now: FIRST_LINK });
@@ -158,21 +117,40 @@ export class Link {
     return true;
   }
 
+  /** Ends an answer that isn't read on this connection, as soon as there is one. */
+  abandon(id) {
+    this.#abandoned.add(id);
+    this.#endAbandoned();
+  }
+
+  #endAbandoned() {
+    if (this.now.phase !== "ready") return;
+    for (const id of this.#abandoned) {
+      this.#abandoned.delete(id);
+      this.#fetch(`/v1/requests/${responseId(id)}`, "DELETE").catch(() => this.#abandoned.add(id));
+    }
+  }
+
   #step(event) {
     this.now = nextLink(this.now, event);
     this.onLink(this.now);
+    this.#endAbandoned();
+  }
+
+  #fetch(path, method = "GET") {
+    const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
+    const signal = AbortSignal.timeout(REQUEST_TIMEOUT_MS);
+    return fetch(this.origin + path, { method, headers, signal });
   }
 
   async #probe() {
-    const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
-    const options = { headers, signal: AbortSignal.timeout(PROBE_TIMEOUT_MS) };
     try {
-      const health = await fetch(`${this.origin}/health`, options);
+      const health = await this.#fetch("/health");
       const state = await health.json().catch(() => ({}));
       const detail = state.detail || state.error?.message || state.status || "";
       if (health.status === 503 && state.status === "loading") return { type: "loading", detail };
       if (!health.ok) return lost(detail, health);
-      const models = await fetch(`${this.origin}/v1/models`, options);
+      const models = await this.#fetch("/v1/models");
       const body = await models.json().catch(() => ({}));
       const refusal = body.error?.message || "";
       if ([401, 403].includes(models.status)) return { type: "locked", detail: refusal };
@@ -193,7 +171,7 @@ export class Link {
     socket.onclose = ({ reason }) => {
       if (socket !== this.#socket) return;
       this.#socket = null;
-      this.#step({ type: "lost", detail: reason || "the connection was lost" });
+      this.#step({ type: "lost", detail: reason || "The connection was lost" });
       this.#retry();
     };
   }

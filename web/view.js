@@ -2,9 +2,9 @@
 // changes no state. Invariant: after render(state) the document says what the state says; only what
 // differs from the last time is touched.
 
+import { answerStats, isOpen } from "./answer.js";
 import { h } from "./dom.js";
 import { drawMarkdown } from "./draw.js";
-import { answerStats, isOpen } from "./transport.js";
 
 const NUM_PROGRESS_BLOCKS = 16;
 const LINK_TEXT = {
@@ -121,7 +121,11 @@ function renderMeta({ node, meta, message, isLast }) {
   if (role === "user") return meta.replaceChildren(button("Edit", "edit"), button("Copy", "copy"));
   node.dataset.status = status;
   node.setAttribute("aria-busy", isOpen(message));
-  if (isOpen(message)) return meta.replaceChildren();
+  node.toggleAttribute("data-away", isOpen(message) && message.isAway);
+  if (isOpen(message)) {
+    const away = h("p", { class: "outcome" }, "Reconnecting …");
+    return meta.replaceChildren(message.isAway ? away : "");
+  }
   const actions = [
     text && button("Copy", "copy"),
     isLast && button("Regenerate", "regenerate"),
@@ -130,11 +134,14 @@ function renderMeta({ node, meta, message, isLast }) {
   const stats = answerStats(message).map((stat) => h("span", {}, stat));
   meta.replaceChildren(
     error ? h("p", { class: "error", role: "alert" }, error) : "",
-    status in OUTCOME ? h("p", { class: "outcome" }, OUTCOME[status]) : "",
+    status in OUTCOME ? h("p", { class: "outcome" }, outcomeText(message)) : "",
     stats.length ? h("p", { class: "stats" }, stats) : "",
     h("div", { class: "actions" }, actions),
   );
 }
+
+const outcomeText = ({ status, text }) =>
+  status === "dropped" && !text ? "The connection was lost before anything came" : OUTCOME[status];
 
 function renderComposer({ draft, link, messages }) {
   const field = $("draft");

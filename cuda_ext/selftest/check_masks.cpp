@@ -63,6 +63,24 @@ void check_board(Report& report) {
   report.expect(wanted[0].words == nullptr, "no mask of another position");
 }
 
+// What has been passed never comes: nobody waits for it, whenever it was passed.
+void check_passed(Report& report) {
+  MaskBoard board(8);
+  const int64_t slot = board.add();
+  const auto deadline = MaskBoard::Clock::now() + std::chrono::minutes(1);
+  std::vector<WantedMask> wanted{{slot, 3}};
+  std::thread matcher([&] { board.publish(slot, 5); });
+  board.find(wanted.data(), 1, deadline);  // before or after it was passed
+  matcher.join();
+  board.publish(slot, 4);
+  board.find(wanted.data(), 1, deadline);
+  report.expect(wanted[0].words == nullptr && MaskBoard::Clock::now() < deadline,
+                "no wait for a mask that has been passed");
+  wanted[0].position = 5;
+  board.find(wanted.data(), 1, deadline);
+  report.expect(wanted[0].words != nullptr, "positions only grow");
+}
+
 // Deferred, sent ahead, asked again: the row has as many tokens as before.
 void check_deferral(Report& report) {
   MaskBoard board(8);
@@ -106,6 +124,7 @@ void check_deferral(Report& report) {
 
 void check_masks(Report& report) {
   check_board(report);
+  check_passed(report);
   check_deferral(report);
 }
 

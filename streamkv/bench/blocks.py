@@ -153,7 +153,7 @@ class Books:
             arrival=number,
             token_ids=array("i", token_ids),
             end_token_ids=frozenset(),
-            sampling=RowSampling.build(request, 0, ()),
+            sampling=RowSampling.build(request, ()),
         )
 
 

@@ -58,8 +58,6 @@ class Committer:
             if step.prompts:
                 events += self._lose_all(self._prompts.take_scores(step, output))
             events += self._take_tokens(step, output, tokenless, failed)
-        if self._grammars.to_append:
-            events += self._grammars.append_ready()
         if roster.leading:
             self._let_followers_go(step)
         if roster.num_releasing_blocks:

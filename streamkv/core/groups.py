@@ -50,7 +50,7 @@ class SequenceGroup:
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         end_token_ids = self._eos_token_ids.union(params.stop_token_ids)
         token_ids = array("i", request.prompt_token_ids)
-        sampling = RowSampling.build(request, 0, eos_token_ids)
+        sampling = RowSampling.build(request, end_token_ids)
         self.request = request
         self.sequences = [
             Sequence(

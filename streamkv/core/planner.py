@@ -72,7 +72,7 @@ class Planner:
     def _is_stalled(self) -> bool:
         """Nothing will come back by itself: those who run wait for others of their groups, and
         these, in the queue or loading, for the blocks of those who run."""
-        return not (self._kv.is_busy or self._grammars.awaits_mask)
+        return not (self._kv.is_busy or self._grammars.is_busy)
 
     def _unstall(self, plan: StepPlan) -> list[Copy]:
         """Somebody fits after all, with what is cached by now; or the last group steps back."""

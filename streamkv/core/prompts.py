@@ -7,8 +7,6 @@ a step scores at most MAX_SCORED.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Some
-
 from ..protocol import MAX_SCORED, StepOutput
 from .events import PromptEvent
 from .sequence import Sequence, SequenceStatus
@@ -26,7 +24,7 @@ class Prompts:
         self._num_left = 0  # scores that the step being built still has
         self._share = 0  # of them, for one sequence
 
-    def begin_step(self, waiting: Some[Sequence]) -> None:
+    def begin_step(self, waiting: list[Sequence]) -> None:
         """A place is kept for the first that waits."""
         self._num_left = MAX_SCORED
         num = 0
@@ -86,7 +84,7 @@ class Prompts:
             place += num_scored
             if sequence.is_lost or sequence.finish_reason is not None:
                 continue
-            if any(row.logprob != row.logprob for row in scored):
+            if any(row.rank == 0 for row in scored):
                 failed.append(sequence)
             else:
                 self._events.append(PromptEvent(sequence, num_computed, scored))

@@ -51,7 +51,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
 
 from ..errors import CapacityError
 from ..protocol import FinishReason, Request, StepOutput, StoredBlock, StoreOp, StoreResult
@@ -206,8 +205,8 @@ class Scheduler:
     @property
     def is_busy(self) -> bool:
         """Something is on its way that will change what `schedule` says: a copy, a result of the
-        store, or a mask."""
-        return self._kv.is_busy or self._grammars.awaits_mask
+        store, a mask, or tokens for `take_forced`."""
+        return self._kv.is_busy or self._grammars.is_busy
 
     @property
     def num_free_blocks(self) -> int:
@@ -279,11 +278,21 @@ class Scheduler:
         token after the prompt, is published before `add`.) To be called for every other one."""
         self._grammars.on_mask(sequence, position)
 
-    def force(self, sequence: Sequence, start: int, token_ids: Tokens[int]) -> list[TokenEvent]:
+    def force(self, sequence: Sequence, start: int, token_ids: tuple[int, ...]) -> None:
         """Its grammar leaves no choice for the tokens from position `start` on: these come, without
-        steps. Events come from here, or from a `commit` once what is in flight has given the first
-        of them. Nothing is done where log-probabilities are wanted: those come of steps."""
-        return self._grammars.force(sequence, start, token_ids)
+        steps, by `take_forced`. Nothing is done where log-probabilities are wanted: those come of
+        steps."""
+        self._grammars.force(sequence, start, token_ids)
+
+    @property
+    def has_forced(self) -> bool:
+        """`take_forced` would do something."""
+        return self._grammars.has_forced
+
+    def take_forced(self, max_num: int) -> list[TokenEvent]:
+        """Append forced tokens, at most so many, where what is in flight has given the first of
+        them; and tell of them, as a `commit` does. Sequences with more take turns."""
+        return self._grammars.take_forced(max_num)
 
     def advance_clock(self, now_s: float) -> None:
         """Any clock that only goes on: sessions end by it."""

@@ -57,6 +57,7 @@ class Sequence:
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_forced_tokens",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -97,7 +98,9 @@ class Sequence:
         self.halt_at = self.max_num_tokens
         self.num_computed_tokens = 0  # KV written or in flight; 0 without blocks
         self.num_pending_tokens = 0  # sampled on the device, not committed
-        self.num_cached_tokens = 0  # prefix hit at the first admission
+        # Prefix hit at the first admission; None before it.
+        self.num_cached_tokens: int | None = None
+        self.num_forced_tokens = 0  # of the committed output: no step gave them
         self.num_preemptions = 0
         self.block_table: list[int] = []
         self.num_slots = 0  # tokens that the table takes as it is; a forked one takes none
@@ -150,6 +153,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Committed output."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_sampled(self) -> bool:
+        """A step gave a token, so that all of the prompt was computed."""
+        return self.num_output_tokens > self.num_forced_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

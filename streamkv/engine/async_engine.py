@@ -2,8 +2,8 @@
 
 Owns the life of the engine (loading, ready, draining, failed, closed), its device thread and its
 loop. It must not know HTTP, nor what is inside a runner. It belongs to the event loop that started
-it; it installs no signal handler and changes no process-wide setting. Of processes it starts one,
-when somebody asks for an answer that follows a grammar.
+it; it installs no signal handler and changes no process-wide setting. Of processes it starts two at
+most, when somebody asks for answers that follow grammars.
 
 Invariant: `start` and `generate` never block; whatever state the engine is in, `close` ends every
 stream, joins the thread and frees the model's memory.
@@ -281,17 +281,6 @@ class AsyncEngine:
         """End a request with ABORT deltas; nothing happens if there is none of that id."""
         if self._loop is not None:
             self._loop.abort(request_id)
-
-    def pause(self, request_id: str) -> None:
-        """Compute no more of it until `resume`: its row and blocks are given back, cached. Nothing
-        happens if there is none of that id."""
-        if self._loop is not None:
-            self._loop.pause(request_id)
-
-    def resume(self, request_id: str) -> None:
-        """Go on with it. Nothing happens if there is none of that id, or it isn't paused."""
-        if self._loop is not None:
-            self._loop.resume(request_id)
 
     def find(self, request_id: str) -> TokenStream | None:
         """The stream of that id whose context was entered and not left yet."""

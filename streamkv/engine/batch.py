@@ -91,7 +91,7 @@ async def _answer(engine: AsyncEngine, job: Job) -> Answer:
         request_id=job.request_id,
         priority=job.priority,
         cache_salt=job.prompt.cache_salt,
-        queue_places=0,  # only so many jobs are fed: there is always room
+        queue_places=0,  # only so many jobs are fed: there is always room, or will be
     )
     completions: list[Completion] = []
     error = ""

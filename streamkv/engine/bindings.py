@@ -9,7 +9,6 @@ Invariant: a slot is given back once, when its request has ended and no step in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Some
 
 from ..core.scheduler import Scheduler, TokenEvent
 from ..core.sequence import Sequence
@@ -30,20 +29,17 @@ class Bindings:
         self._news: list[News] = []
         self._leaving: list[Entry] = []
 
-    def begin(self, entry: Entry) -> list[TokenEvent]:
-        """The scheduler has its sequences now. Returns tokens with which they must begin."""
-        events: list[TokenEvent] = []
+    def begin(self, entry: Entry) -> None:
+        """The scheduler has its sequences now, and is told of tokens with which they must begin."""
         for slot, sequence in zip(entry.slots, entry.sequences, strict=True):
             slot.sequence = sequence
             self._slots[sequence] = slot
             if forced := slot.take_forced():
-                events += self._scheduler.force(sequence, slot.published, forced)
-        return events
+                self._scheduler.force(sequence, slot.published, forced)
 
-    def take_news(self, end: Callable[[Sequence, str], None]) -> list[TokenEvent]:
-        """What the matchers say. Returns tokens that come without a step. `end` is called with the
-        sequences that end, and why if something went wrong."""
-        events: list[TokenEvent] = []
+    def take_news(self, end: Callable[[Sequence, str], None]) -> None:
+        """Tell the scheduler what the matchers say. `end` is called with the sequences that end,
+        and why if something went wrong."""
         news, self._news = self._news, []
         for slot, position, forced, has_ended, failure in news:
             sequence = slot.sequence
@@ -54,8 +50,7 @@ class Bindings:
                 continue
             self._scheduler.on_mask(sequence, position)
             if forced:
-                events += self._scheduler.force(sequence, position, forced)
-        return events
+                self._scheduler.force(sequence, position, forced)
 
     def tell(self, events: Iterable[TokenEvent]) -> None:
         """Of each token, before the device is fed: it will wait for the mask that follows."""
@@ -106,6 +101,6 @@ class Bindings:
                 staying.append(entry)
         self._leaving = staying
 
-    def _on_news(self, news: Some[News]) -> None:
+    def _on_news(self, news: Iterable[News]) -> None:
         self._news += news
         self._wake()

@@ -65,15 +65,15 @@ class Encoder:
         **options: Any,
     ) -> list[int]:
         """Token ids of a conversation; the options are those of `render_chat`. Text of control
-        tokens in it stays text. InvalidRequestError; ContextLengthError for one with more messages
-        than the context has tokens, and, if it `must_fit`, for one whose text is too long at first
-        sight."""
-        check_num_messages(messages, info)
+        tokens in it stays text. InvalidRequestError; if it `must_fit`, ContextLengthError for one
+        with more messages than the context has tokens, or whose text is too long at first sight."""
+        if must_fit:
+            check_num_messages(messages, info)
         render = functools.partial(render_chat, tokenizer, messages, **options)
         if options.get("chat_template") is not None:
             async with self._own_template:
                 prompt = await asyncio.to_thread(render)
-        elif _is_long(messages, options):
+        elif is_long(messages, options):
             prompt = await asyncio.to_thread(render)
         else:
             prompt = render()
@@ -95,8 +95,8 @@ class Encoder:
             return await asyncio.to_thread(encode)
 
 
-def _is_long(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> bool:
-    """Whether rendering would hold up the loop."""
+def is_long(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> bool:
+    """Whether rendering them would hold up the loop."""
     if len(messages) > MANY_MESSAGES:
         return True
     return num_chars([messages, options], LONG_TEXT_CHARS) > LONG_TEXT_CHARS

@@ -7,7 +7,8 @@ event-loop thread, in plain callbacks: there is no task that a caller could canc
 lock, and while nothing is to be done, no wake-up.
 
 A turn takes in what has happened, tells the matchers of new tokens, feeds the device, and only then
-the readers (of a beam search, which has all its tokens at the end, some in each of several turns):
+the readers (of a beam search, which has all its tokens at the end, and of tokens that grammars
+leave no choice for, some in each of several turns):
 
     on_output ─► commit ─► matchers' news ─► drain the queue ─► matchers ─► schedule, submit
     add ─► asyncio.Queue ──────────────────────▲                                 │
@@ -34,7 +35,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Some
 
 from ..core.scheduler import Scheduler, TokenEvent
 from ..errors import EngineDeadError, OverloadedError, StreamkvError
@@ -57,6 +57,7 @@ from .stats import EngineStats, read_stats
 logger = logging.getLogger(__name__)
 
 ANSWERS_PER_TURN = 500  # tokens of beams: 3 ms
+FORCED_PER_TURN = 64  # tokens that grammars leave no choice for: 0.3 ms
 MAX_FAILED_STEPS = 3  # in a row; then the device is taken for broken
 MAX_RETRY_AFTER_S = 60
 
@@ -113,7 +114,7 @@ class EngineLoop:
         """Of grammars that bind answers; None if the device knows no masks."""
         return None if self._bindings is None else self._bindings.matchers
 
-    def add(self, request: Request, mailbox: Mailbox, slots: Some[Slot] = ()) -> Entry:
+    def add(self, request: Request, mailbox: Mailbox, slots: tuple[Slot, ...] = ()) -> Entry:
         """Queue a checked request for the next turn. `slots`: of its sequences, if a grammar binds
         them; they are given back when it has ended. EngineDeadError; InvalidRequestError for the id
         of another one."""
@@ -134,13 +135,13 @@ class EngineLoop:
         """End it with ABORT deltas; nothing happens if it has ended."""
         self._requests.abort(entry)
 
-    def pause(self, request_id: str) -> None:
-        """Compute no more of a request until `resume`; nothing happens if it is not known."""
-        self._requests.pause(request_id)
+    def pause(self, entry: Entry) -> None:
+        """Compute no more of it until `resume`; nothing happens if it has ended."""
+        self._requests.pause(entry)
 
-    def resume(self, request_id: str) -> None:
-        """Go on with it; nothing happens if it is not paused."""
-        self._requests.resume(request_id)
+    def resume(self, entry: Entry) -> None:
+        """Go on with it; nothing happens if it has ended or is not paused."""
+        self._requests.resume(entry)
 
     def announce(self, entry: Entry) -> None:
         """Call its subscriber soon."""
@@ -240,10 +241,11 @@ class EngineLoop:
             self.scheduler.advance_clock(time.monotonic())
             events = [] if output is None else self._commit(output)
             if self._bindings is not None:
-                events += self._bindings.take_news(self._requests.end_bound)
+                self._bindings.take_news(self._requests.end_bound)
             self._take_store_results()
-            events += self._drain_arrivals()
+            self._drain_arrivals()
             if self._bindings is not None:
+                events += self.scheduler.take_forced(FORCED_PER_TURN)
                 self._bindings.tell(events)
             self._feed()
             self._requests.fan_out(events, output.error if output is not None else "")
@@ -252,6 +254,8 @@ class EngineLoop:
             self._requests.call_subscribers()
             if self._bindings is not None:
                 self._bindings.give_back(-1)
+                if self.scheduler.has_forced:
+                    self._wake()
             self._settle()
         except Exception as exc:
             logger.exception("the engine loop failed")
@@ -277,16 +281,13 @@ class EngineLoop:
         for result in results:
             self.scheduler.on_store_result(result)
 
-    def _drain_arrivals(self) -> list[TokenEvent]:
-        """Hand what has arrived to the scheduler, except what was aborted meanwhile. Tokens with
-        which an answer must begin come at once."""
-        events: list[TokenEvent] = []
+    def _drain_arrivals(self) -> None:
+        """Hand what has arrived to the scheduler, except what was aborted meanwhile."""
         while not self._arrivals.empty():
             entry = self._arrivals.get_nowait()
             if self._requests.enter(entry):
                 if self._bindings is not None and entry.slots:
-                    events += self._bindings.begin(entry)
-        return events
+                    self._bindings.begin(entry)
 
     def _feed(self) -> None:
         """Send steps until depth + 1 are in flight or nothing can be scheduled, and what that asks

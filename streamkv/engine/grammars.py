@@ -1,8 +1,13 @@
-"""Grammars of an engine's requests: compiled in threads of their own, a few at a time.
+"""Grammars of an engine's requests: compiled in threads of their own, opened for each answer.
 
-Owns those threads, the compiler, and how many requests may wait for it. It must not know how a
-grammar is followed. Invariant: a request that is not admitted in the end, for whatever reason, has
-no slots.
+Owns the compiler, what is being compiled, for whom, and how much memory grammars may take. It must
+not know how a grammar is followed. Invariants: a request that is not admitted in the end, for
+whatever reason, has no slots. Who wants a grammar that is kept waits for none that isn't; equal
+ones are compiled once, whoever asked first. What is being compiled counts until that has ended,
+also if nobody waits for it any more; what nobody waits for when its turn comes isn't begun.
+
+Most grammars are compiled in hundredths of a second, some in seconds: those that were found to be
+go on in a second thread, and keep only their like waiting.
 """
 
 from __future__ import annotations
@@ -15,25 +20,34 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import EngineDeadError, GenerationError, OverloadedError, StreamkvError
+from ..errors import (
+    EngineDeadError,
+    GenerationError,
+    InvalidRequestError,
+    OverloadedError,
+    StreamkvError,
+)
 from ..protocol import SamplingParams
+from ..structured import StructuredOutputs
 from ..text.tokenizer import Tokenizer
+from .crew import Crew
 from .matchers import Matchers, Slot
-from .threads import EngineThread
 
 if TYPE_CHECKING:
     from ..text.grammar import Grammar, GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
-NUM_AT_ONCE = 2
-MAX_WAITING = 64  # requests; each that is hard to compile takes seconds
-MAX_BYTES = 1 << 30  # of the matchers of all requests that have not ended
+MAX_COMPILING = 64  # grammars; each that is hard to compile takes seconds
+MAX_BYTES = 1 << 30  # of the grammars and matchers of all requests that have not ended
+MAX_REQUEST_BYTES = MAX_BYTES // 2  # of one's matchers: so that there will be room for it
+RETRY_AFTER_S = 5
+ROOM_CHECK_S = 0.02  # by who may wait for room: it comes of other threads, which tell nobody
 
 T = TypeVar("T")
 
 
-class Grammars:
+class GrammarCompilations:
     """Of one engine that is ready. Methods are the event loop's, but for `close`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, matchers: Matchers) -> None:
@@ -42,26 +56,41 @@ class Grammars:
         self._matchers = matchers
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()  # of the compiler's making
-        self._places = asyncio.Semaphore(NUM_AT_ONCE)
-        self.is_used = False
-        self._num_waiting = 0
-        self._threads: set[EngineThread] = set()
         self._closed = False
+        self._compiling: dict[StructuredOutputs, _Compilation] = {}
+        self._num_opening_bytes = 0
+        self._line = asyncio.Lock()  # who waits for room does so one by one
+        self._quick = Crew("streamkv-grammar", 1)
+        self._thorough = Crew("streamkv-grammar-slow", 1)
+        self._openers = Crew("streamkv-grammar-open", 1)
+        self.has_begun = False  # something: there may be threads and processes to end
 
     def warm_up(self) -> None:
         """Make the compiler, which takes tenths of a second with the interpreter held."""
         if self._compiler is None and not self._closed:
-            self._start(self._the_compiler)
+            self.has_begun = True
+            self._quick.put(lambda: _told(self._the_compiler))
 
     async def check(self, sampling: SamplingParams) -> None:
         """InvalidRequestError with the reason, unless its grammar can be followed."""
-        await self._run(lambda: self._compile(sampling), lambda grammar: None)
+        _num_bytes(sampling, await self._grammar(sampling, waits=True))
 
-    async def open(self, sampling: SamplingParams, num_prompt_tokens: int) -> tuple[Slot, ...]:
-        """A slot for each of its sequences. Errors are those of `check`, and OverloadedError."""
-        return await self._run(
-            lambda: self._open(sampling, num_prompt_tokens), self._matchers.give_back
-        )
+    async def open(
+        self, sampling: SamplingParams, num_prompt_tokens: int, *, waits: bool = False
+    ) -> tuple[Slot, ...]:
+        """A slot for each of its sequences. Errors are those of `check`, and OverloadedError where
+        there is no room, unless it `waits` for it."""
+        grammar = await self._grammar(sampling, waits=waits)
+        num_bytes = _num_bytes(sampling, grammar)
+        if (too_many := self._too_many_bytes(num_bytes)) is not None:
+            await self._wait(lambda: self._too_many_bytes(num_bytes), too_many, waits=waits)
+        self._num_opening_bytes += num_bytes
+        try:
+            return await self._opened(
+                lambda: _told(lambda: self._add(grammar, sampling, num_prompt_tokens))
+            )
+        finally:
+            self._num_opening_bytes -= num_bytes
 
     def close(self) -> None:
         """End what is being compiled, and join the threads. Any thread may do this. Idempotent."""
@@ -70,82 +99,171 @@ class Grammars:
             compiler = self._compiler
         if compiler is not None:
             compiler.close()
-        for thread in list(self._threads):
-            thread.join()
+        for crew in (self._quick, self._thorough, self._openers):
+            crew.close()
 
-    async def _run(self, work: Callable[[], T], undo: Callable[[T], None]) -> T:
-        """Do it in a thread. If nobody waits for the result any more, it is undone."""
-        if self._num_waiting >= MAX_WAITING:
-            raise OverloadedError(
-                f"{self._num_waiting} requests wait for their grammars to be compiled, at most "
-                f"{MAX_WAITING} may; try again",
-                retry_after_s=5,
-            )
-        self._num_waiting += 1
-        try:
-            async with self._places:
-                future = self._start(work)
-                try:
-                    return await asyncio.wrap_future(future)
-                except asyncio.CancelledError:
-                    future.add_done_callback(lambda done: _undo(done, undo))
-                    raise
-        finally:
-            self._num_waiting -= 1
-
-    def _start(self, work: Callable[[], T]) -> Future[T]:
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError("the engine is closed: start a new one")
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # who waits may go, the work is done to its end
 
-        def do() -> None:
-            try:
-                future.set_result(work())
-            except StreamkvError as exc:
-                future.set_exception(exc)
-            except BaseException as exc:  # whatever it is: somebody waits
-                logger.exception("compiling a grammar failed")
-                future.set_exception(GenerationError(f"compiling the grammar failed: {exc}"))
-            finally:
-                self._threads.discard(thread)
+    # --- room --------------------------------------------------------------------------------
 
-        thread = EngineThread(target=do, name="streamkv-grammar")
-        self.is_used = True
-        self._threads.add(thread)
-        thread.start()
-        return future
+    def _too_many_compile(self) -> str | None:
+        """Why no other may be compiled now."""
+        if len(self._compiling) < MAX_COMPILING:
+            return None
+        return f"{len(self._compiling)} grammars are being compiled, at most {MAX_COMPILING} may be"
+
+    def _too_many_bytes(self, num_bytes: int) -> str | None:
+        """Why there is no memory for so much more now."""
+        assert self._compiler is not None, "it has made a grammar"
+        num_bytes += self._compiler.num_bytes + self._matchers.num_bytes + self._num_opening_bytes
+        if num_bytes <= MAX_BYTES:
+            return None
+        return (
+            f"the grammars of all requests would take {num_bytes >> 20} MB, at most "
+            f"{MAX_BYTES >> 20} may be taken"
+        )
+
+    async def _wait(self, why: Callable[[], str | None], said: str, *, waits: bool) -> None:
+        """Until there is no reason any more."""
+        if not waits:
+            raise OverloadedError(f"{said}; try again", retry_after_s=RETRY_AFTER_S)
+        async with self._line:
+            while why() is not None:
+                self._check_open()
+                await asyncio.sleep(ROOM_CHECK_S)
+
+    async def _opened(self, add: Callable[[], tuple[Slot, ...]]) -> tuple[Slot, ...]:
+        """If nobody waits for the slots any more, they are given back."""
+        future = self._openers.put(add)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda done: _undo(done, self._matchers.give_back))
+            raise
+
+    # --- compiling ---------------------------------------------------------------------------
+
+    async def _grammar(self, sampling: SamplingParams, *, waits: bool) -> Grammar:
+        structured = sampling.structured_outputs
+        assert structured is not None
+        while True:
+            if self._compiler is not None and (grammar := self._compiler.find(structured)):
+                return grammar
+            compilation = self._compiling.get(structured)
+            if compilation is not None or (why := self._too_many_compile()) is None:
+                result = await (compilation or self._begin(structured)).result()
+                if isinstance(result, StreamkvError):
+                    raise _own(result)
+                if result is not None:
+                    return result
+            else:
+                await self._wait(self._too_many_compile, why, waits=waits)
+
+    def _begin(self, structured: StructuredOutputs) -> _Compilation:
+        self.has_begun = True
+        compilation = self._compiling[structured] = _Compilation(structured)
+        compilation.task = asyncio.create_task(self._compile(compilation))
+        return compilation
+
+    async def _compile(self, compilation: _Compilation) -> Grammar | StreamkvError | None:
+        """None if nobody waited any more when its turn came."""
+        try:
+            quick = self._quick.put(lambda: _told(lambda: self._compile_quickly(compilation)))
+            grammar = await asyncio.wrap_future(quick)
+            if grammar is not None or not compilation.is_wanted:
+                return grammar
+            thorough = self._thorough.put(lambda: _told(lambda: self._compile_slowly(compilation)))
+            return await asyncio.wrap_future(thorough)
+        except StreamkvError as error:
+            return error
+        finally:
+            del self._compiling[compilation.structured]
 
     # --- on the threads ----------------------------------------------------------------------
 
-    def _compile(self, sampling: SamplingParams) -> Grammar:
-        assert sampling.structured_outputs is not None
-        return self._the_compiler().compile(sampling.structured_outputs)
+    def _compile_quickly(self, compilation: _Compilation) -> Grammar | None:
+        if not compilation.is_wanted:
+            return None
+        return self._the_compiler().compile_if_easy(compilation.structured)
+
+    def _compile_slowly(self, compilation: _Compilation) -> Grammar | None:
+        if not compilation.is_wanted:
+            return None
+        return self._the_compiler().compile(compilation.structured)
 
     def _the_compiler(self) -> GrammarCompiler:
         with self._lock:
-            if self._closed:
-                raise EngineDeadError("the engine is closed: start a new one")
+            self._check_open()
             if self._compiler is None:
                 from ..text.grammar import GrammarCompiler
 
                 self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size)
         return self._compiler
 
-    def _open(self, sampling: SamplingParams, num_prompt_tokens: int) -> tuple[Slot, ...]:
-        grammar = self._compile(sampling)
+    def _add(
+        self, grammar: Grammar, sampling: SamplingParams, num_prompt_tokens: int
+    ) -> tuple[Slot, ...]:
         num = sampling.num_sequences
-        if (num_bytes := self._matchers.num_bytes + num * grammar.num_bytes) > MAX_BYTES:
-            raise OverloadedError(
-                f"the grammars of all requests would take {num_bytes >> 20} MB, at most "
-                f"{MAX_BYTES >> 20} may be taken; try again",
-                retry_after_s=5,
-            )
         matchers = [grammar.matcher(ignore_end=sampling.ignore_eos) for _ in range(num)]
         can_skip = sampling.logprobs is None and sampling.n == num  # these come of sampling only
         return self._matchers.add(
-            matchers, num_prompt_tokens, can_skip=can_skip, num_bytes=grammar.num_bytes
+            matchers, num_prompt_tokens, can_skip=can_skip, num_bytes=grammar.matcher_bytes
         )
+
+
+class _Compilation:
+    """Of one grammar, for all who want it."""
+
+    __slots__ = ("_num_waiting", "structured", "task")
+
+    def __init__(self, structured: StructuredOutputs) -> None:
+        self.structured = structured
+        self.task: asyncio.Task[Grammar | StreamkvError | None]  # not ended by who leaves
+        self._num_waiting = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for it. Any thread may ask."""
+        return self._num_waiting > 0
+
+    async def result(self) -> Grammar | StreamkvError | None:
+        self._num_waiting += 1
+        try:
+            return await asyncio.shield(self.task)
+        finally:
+            self._num_waiting -= 1
+
+
+def _num_bytes(sampling: SamplingParams, grammar: Grammar) -> int:
+    """That the matchers of all its sequences take. InvalidRequestError if that's too many."""
+    num_bytes = sampling.num_sequences * grammar.matcher_bytes
+    if num_bytes > MAX_REQUEST_BYTES:
+        raise InvalidRequestError(
+            f"structured_outputs: expected at most {MAX_REQUEST_BYTES >> 20} MB for its "
+            f"{sampling.num_sequences} choices, got {num_bytes >> 20} MB; ask for fewer at a time",
+            param="structured_outputs",
+        )
+    return num_bytes
+
+
+def _told(work: Callable[[], T]) -> T:
+    """What comes of it. Whatever goes wrong, a panic too, is an error of ours."""
+    try:
+        return work()
+    except StreamkvError:
+        raise
+    except BaseException as exc:
+        logger.exception("compiling a grammar failed")
+        raise GenerationError(f"compiling the grammar failed: {exc}") from exc
+
+
+def _own(error: StreamkvError) -> StreamkvError:
+    """The same error for one of those who wait: each may write in it, and is shown its own way."""
+    own = type(error).__new__(type(error), *error.args)
+    own.__dict__.update(error.__dict__)
+    return own
 
 
 def _undo(done: Future[T], undo: Callable[[T], None]) -> None:

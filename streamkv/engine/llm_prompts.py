@@ -104,7 +104,9 @@ def read_chat(
     """As a template makes a prompt of it: `chat_template`, or the model's; with the last `num_kept`
     of its tokens. InvalidRequestError, ContextLengthError."""
     with naming(asked.name):
-        _check_chat(asked.given, info)
+        _check_chat(asked.given)
+        if num_kept is None:
+            check_num_messages(asked.given, info)
         prompt = render_chat(
             tokenizer,
             asked.given,
@@ -165,8 +167,7 @@ def _last(token_ids: Sequence[int], num_kept: int | None) -> tuple[int, ...]:
     return tuple(token_ids if num_kept is None else token_ids[-num_kept:])
 
 
-def _check_chat(chat: object, info: RunnerInfo) -> None:
+def _check_chat(chat: object) -> None:
     if not isinstance(chat, Sequence) or isinstance(chat, (str, bytes)) or not chat:
         got = type(chat).__name__ if chat else "none"
         raise InvalidRequestError(f"messages: expected a list of messages, got {got}")
-    check_num_messages(chat, info)

@@ -62,7 +62,7 @@ class Mailbox:
         self.finish_s: float | None = None
         self.subscriber: Callable[[], None] | None = None
         self.is_listed = False  # among those whose subscribers are to be called
-        self._knows_cached = False  # the first choice's first token has come
+        self._knows_prompt = False  # a step gave the first choice a token
         self._num_unfinished = num_choices
         self._num_best = sampling.n if sampling.n < num_choices else None  # to be given at the end
         self._ready: deque[ChoiceOutput] = deque()
@@ -90,8 +90,8 @@ class Mailbox:
         """Take one token; return how its choice ended, if it did (a stop string included)."""
         output = self.choices[event[0].choice]
         output.push(event)
-        if not self._knows_cached:
-            self._note_first(event)
+        if not self._knows_prompt:
+            self._note_prompt(event)
         if output.finish_reason is not None or self._num_best is not None:
             self._announce(output)
         elif not output.queued:
@@ -177,7 +177,7 @@ class Mailbox:
 
     async def pause(self) -> None:
         """Let the event loop run if much was taken since it has."""
-        if self._num_taken_logprobs >= LOGPROBS_PER_TURN:
+        if self.has_taken_much:
             self._num_taken_logprobs = 0
             await asyncio.sleep(0)
 
@@ -201,13 +201,17 @@ class Mailbox:
 
     # --- between them ------------------------------------------------------------------------
 
-    def _note_first(self, event: TokenEvent) -> None:
+    def _note_prompt(self, event: TokenEvent) -> None:
+        """What a token says of the prompt. One that a grammar forces may come before anything was
+        computed."""
+        sequence = event.sequence
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
+        if sequence.has_sampled:
             self.prompt.complete()
-        if event.sequence.choice == 0:  # the others may find what it has computed
-            self.num_cached_tokens = event.sequence.num_cached_tokens
-            self._knows_cached = True
+        if sequence.choice == 0:  # the others may find what it has computed
+            self.num_cached_tokens = sequence.num_cached_tokens or 0
+            self._knows_prompt = sequence.has_sampled
 
     def _announce(self, output: ChoiceOutput) -> None:
         if output.finish_reason is not None:

@@ -22,6 +22,7 @@ class PromptOutput:
 
     __slots__ = (
         "_describer",
+        "_is_scored",
         "_num_taken",
         "_scores",
         "_wants_progress",
@@ -46,7 +47,8 @@ class PromptOutput:
         self.num_known = 0  # positions whose scores have come; the first has none
         self.has_news = False  # `take` gives something
         self.has_progress = False
-        self.wants_scores = sampling.prompt_logprobs is not None
+        self._is_scored = sampling.prompt_logprobs is not None
+        self.wants_scores = self._is_scored  # to be taken
         self._wants_progress = wants_progress
         self._scores: list[RowLogprobs] = []
         self._num_taken = 0
@@ -55,17 +57,15 @@ class PromptOutput:
     def push(self, num_computed: int, scores: Sequence[RowLogprobs]) -> None:
         """A chunk of it is computed."""
         self._scores += scores
-        self.num_computed = min(num_computed, len(self.token_ids))
+        self.num_computed = num_computed
         self.has_progress = self._wants_progress
-        if self._scores:
+        if self._is_scored:
             self.num_known = len(self._scores) + 1
         self._look()
 
     def complete(self) -> None:
-        """All of it is computed."""
+        """All of it is computed: who isn't told of chunks knows now."""
         self.num_computed = len(self.token_ids)
-        self.num_known = len(self._scores) + 1
-        self._look()
 
     def take(self) -> TokenDelta | None:
         """Progress, or log-probabilities of some positions."""
@@ -88,14 +88,14 @@ class PromptOutput:
 
     def describe(self, start: int, stop: int) -> tuple[TokenLogprob | None, ...]:
         """Of these positions, as far as they are known; None of the first. Up to 20 us for each."""
-        token_ids, tokenizer = self.token_ids[: self.num_known], self._describer.tokenizer
+        token_ids, tokenizer = self.token_ids, self._describer.tokenizer
         return tuple(
             None
             if index == 0
             else self._describer.describe(
                 token_ids[index], tokenizer.token_bytes(token_ids[index]), self._scores[index - 1]
             )
-            for index in range(*slice(start, stop).indices(len(token_ids)))
+            for index in range(*slice(start, stop).indices(self.num_known))
         )
 
     def _look(self) -> None:

@@ -29,7 +29,7 @@ from .admission import (
 )
 from .encoding import Encoder
 from .engine_loop import EngineLoop
-from .grammars import Grammars
+from .grammars import GrammarCompilations
 from .mailbox import Mailbox
 from .matchers import Slot
 from .stream import Admission, TokenStream
@@ -62,9 +62,9 @@ class Reception:
         self._draw_seed = draw_seed
         self._check_ready = check_ready
         self._streams: dict[str, TokenStream] = {}  # admitted and not left
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarCompilations | None = None
         if loop.matchers is not None:
-            self._grammars = Grammars(tokenizer, info.vocab_size, loop.matchers)
+            self._grammars = GrammarCompilations(tokenizer, info.vocab_size, loop.matchers)
         self._warm_up_timer: asyncio.TimerHandle | None = None
         if self._grammars is not None:
             self._wait_to_warm_up()
@@ -81,8 +81,8 @@ class Reception:
 
     @property
     def has_threads(self) -> bool:
-        """Whether somebody asked for an answer that follows a grammar."""
-        return self._grammars is not None and self._grammars.is_used
+        """Whether grammars were compiled or prepared for: `close` has something to wait for."""
+        return self._grammars is not None and self._grammars.has_begun
 
     def close(self) -> None:
         """Join the threads that compile and follow grammars. Any thread may do this. Idempotent."""
@@ -120,7 +120,9 @@ class Reception:
         slots: tuple[Slot, ...] = ()
         if stream.sampling.structured_outputs is not None:
             grammars = self._grammars_or_refuse()
-            slots = await grammars.open(stream.sampling, len(prompt))
+            # Where others of its kind have asked for its place, it is not refused one.
+            waits = stream.queue_places == 0
+            slots = await grammars.open(stream.sampling, len(prompt), waits=waits)
         try:
             self._check_ready()
             request = build_request(
@@ -153,7 +155,7 @@ class Reception:
 
     def _warm_up(self) -> None:
         self._warm_up_timer = None
-        if self._grammars is None or self._grammars.is_used:
+        if self._grammars is None or self._grammars.has_begun:
             return
         if self._loop.is_idle:
             self._grammars.warm_up()
@@ -175,7 +177,7 @@ class Reception:
             return bad_word_tokens(words, self._tokenizer)
         return await asyncio.to_thread(bad_word_tokens, words, self._tokenizer)
 
-    def _grammars_or_refuse(self) -> Grammars:
+    def _grammars_or_refuse(self) -> GrammarCompilations:
         if self._grammars is None:
             raise InvalidRequestError(
                 "structured_outputs: expected none, as answers can't be bound to a grammar on "
@@ -200,6 +202,8 @@ class Reception:
             prompt_token_ids=request.prompt_token_ids,
             mailbox=mailbox,
             abort=functools.partial(loop.end, entry),
+            pause=functools.partial(loop.pause, entry),
+            resume=functools.partial(loop.resume, entry),
             announce=functools.partial(loop.announce, entry),
             leave=functools.partial(self._leave, stream),
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Some
 
 from ..core.scheduler import NO_TOKEN, PromptEvent, Scheduler, TokenEvent
 from ..core.sequence import Sequence
@@ -43,7 +42,6 @@ class Requests:
         self._bindings = bindings
         self._wake = wake
         self._entries: dict[str, Entry] = {}
-        self._paused: set[str] = set()  # ids of requests
         self._with_news: list[Entry] = []  # whose subscribers are to be called
 
     def __iter__(self) -> Iterator[Entry]:
@@ -52,14 +50,18 @@ class Requests:
     @property
     def num_live(self) -> int:
         """Those that are paused don't count."""
-        return len(self._entries) - len(self._paused)
+        return sum(not entry.is_paused for entry in self._entries.values())
+
+    def _has(self, entry: Entry) -> bool:
+        """Whether it has not ended."""
+        return self._entries.get(entry.request.request_id) is entry
 
     def get(self, request_id: str) -> Entry | None:
         return self._entries.get(request_id)
 
     # --- from arrival to end ---------------------------------------------------------------
 
-    def add(self, request: Request, mailbox: Mailbox, slots: Some[Slot]) -> Entry:
+    def add(self, request: Request, mailbox: Mailbox, slots: tuple[Slot, ...]) -> Entry:
         """InvalidRequestError for the id of another one."""
         if request.request_id in self._entries:
             raise InvalidRequestError(
@@ -75,34 +77,33 @@ class Requests:
     def enter(self, entry: Entry) -> bool:
         """Hand it to the scheduler. False: it has ended."""
         request = entry.request
-        if self._entries.get(request.request_id) is not entry:
+        if not self._has(entry):
             return False
         self.num_arriving -= request.sampling.num_sequences
         entry.sequences.extend(self._scheduler.add(request))
-        if request.request_id in self._paused:
-            self._scheduler.pause(entry.sequences[0])  # the others with it
+        if entry.is_paused:
+            self._scheduler.pause(entry.sequences[0])
         return True
 
-    def pause(self, request_id: str) -> None:
-        """Nothing happens if it is not known."""
-        entry = self._entries.get(request_id)
-        if entry is not None and request_id not in self._paused:
-            self._paused.add(request_id)
+    def pause(self, entry: Entry) -> None:
+        """Compute no more of it until `resume`; nothing happens if it has ended."""
+        if self._has(entry) and not entry.is_paused:
+            entry.is_paused = True
             if entry.sequences:
-                self._scheduler.pause(entry.sequences[0])
+                self._scheduler.pause(entry.sequences[0])  # the others with it
             self._wake()
 
-    def resume(self, request_id: str) -> None:
-        """Nothing happens if it is not paused."""
-        if request_id in self._paused:
-            self._paused.remove(request_id)
-            if sequences := self._entries[request_id].sequences:
-                self._scheduler.resume(sequences[0])
+    def resume(self, entry: Entry) -> None:
+        """Go on with it; nothing happens if it has ended or is not paused."""
+        if self._has(entry) and entry.is_paused:
+            entry.is_paused = False
+            if entry.sequences:
+                self._scheduler.resume(entry.sequences[0])
             self._wake()
 
     def abort(self, entry: Entry) -> None:
         """End it with ABORT deltas; nothing happens if it has ended."""
-        if self._entries.get(entry.request.request_id) is entry:
+        if self._has(entry):
             self._release(entry, FinishReason.ABORT)
             entry.mailbox.finish(FinishReason.ABORT)
             self._forget(entry)
@@ -158,7 +159,6 @@ class Requests:
     def _forget(self, entry: Entry) -> None:
         request = entry.request
         del self._entries[request.request_id]
-        self._paused.discard(request.request_id)
         self.list_news(entry)  # whoever ends it has a turn, or is in one
         if self._bindings is not None:
             self._bindings.leave(entry)
@@ -241,7 +241,7 @@ class Requests:
             except Exception as exc:  # a reader's fault ends what it reads
                 logger.exception("request %s: its reader failed", entry.request.request_id)
                 entry.mailbox.subscriber = None
-                if self._entries.get(entry.request.request_id) is entry:
+                if self._has(entry):
                     message = f"reading the tokens failed: {type(exc).__name__}: {exc}"
                     self.fail(entry, GenerationError(message))
 

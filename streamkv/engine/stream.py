@@ -40,6 +40,8 @@ class Admission(NamedTuple):
     prompt_token_ids: tuple[int, ...]
     mailbox: Mailbox
     abort: Callable[[], None]
+    pause: Callable[[], None]  # compute no more of it until `resume`
+    resume: Callable[[], None]
     announce: Callable[[], None]  # have the subscriber called soon
     leave: Callable[[], None]  # nobody reads any more
 
@@ -150,6 +152,17 @@ class TokenStream:
         if self._admission is not None:
             self._admission.abort()
 
+    def pause(self) -> None:
+        """Compute no more of it until `resume`: its row and blocks are given back, cached. Nothing
+        happens before the context is entered, and once the request has ended."""
+        if self._admission is not None:
+            self._admission.pause()
+
+    def resume(self) -> None:
+        """Go on with it. Nothing happens if it isn't paused, or has ended."""
+        if self._admission is not None:
+            self._admission.resume()
+
     # --- reading without waiting -------------------------------------------------------------
 
     def subscribe(self, callback: Callable[[], None]) -> None:
@@ -234,7 +247,8 @@ class TokenStream:
 
     @property
     def first_token_s(self) -> float | None:
-        """When the first token came (monotonic)."""
+        """When the first token came (monotonic); one that a grammar forces may come before the
+        prompt is computed."""
         return self._admission.mailbox.first_token_s if self._admission is not None else None
 
     @property

@@ -29,7 +29,8 @@ TOP_P_CANDIDATES = 512  # nearly always enough to hold top_p of the mass; else t
 TIE_MARGIN = 8  # extra candidates for top logprobs, so that equal ones come in token order
 
 NEGATIVE_INFINITY = float("-inf")
-NOT_FINITE = RowLogprobs(logprob=0.0, rank=0, top_ids=b"", top_logprobs=b"")  # a score of NaNs
+# The score of a token whose logits were not finite.
+NOT_FINITE = RowLogprobs(logprob=0.0, rank=0, top_ids=b"", top_logprobs=b"")
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -9,13 +9,15 @@ again. There is no task, future or lock for each token.
 Invariants:
 
 - While the outlet is closed, nothing is taken from the streams: deltas merge there. So a slow
-  reader costs bounded memory and keeps nobody waiting.
+  reader costs bounded memory and keeps nobody waiting. What merged comes to the writer in pieces,
+  with turns of the loop between them.
 - The events of an answer have the numbers 0, 1, 2 ...; a reader gets each once, in order. Of
   `end` and `fail` of the writer exactly one is called, once, as the last; none if the answer
   failed before its first event (`error` says why).
 - Whatever fails, the writer or the outlet, ends this answer alone, and its requests are aborted.
 - Where there is no log, events wait only for the outlet that was attached when they were made, and
-  never more of them than one delta brings.
+  never more of them than one piece of a delta brings.
+- An answer that has ended holds its events, where it keeps them, and nothing that made them.
 - When the reader is gone, `OnDisconnect` says what becomes of the request. Without a reader
   nothing is taken either, until all streams have ended; then the rest goes into the log.
 """
@@ -27,16 +29,13 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from ..engine.stream import TokenStream
-from ..errors import GoneError, InvalidRequestError, NotFoundError, StreamkvError
-from .answer_types import PLAIN, AnswerWriter, OnDisconnect, Outlet, Policy
+from ..engine.stream import TokenDelta, TokenStream
+from ..errors import InvalidRequestError, NotFoundError, StreamkvError
+from .answer_types import PLAIN, SPENT, AnswerWriter, OnDisconnect, Outlet, Policy
+from .deltas import cut, has_one_delta, is_long
 from .event_log import Event, EventLog, LogBudget
 from .generation import Generation, Source
-
-if TYPE_CHECKING:
-    from ..engine.async_engine import AsyncEngine
 
 __all__ = [
     "PLAIN",
@@ -54,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 # Each about a millisecond; then others have a turn.
 TAKES_PER_TURN = 64  # deltas, and as many log-probabilities
+LEN_PER_TAKE = 8  # of characters and tokens, where a delta brings more than one
 WRITES_PER_TURN = 512  # events that are made already
 
 
@@ -64,7 +64,6 @@ class Answer(Generation):
         self,
         answer_id: str,
         writer: AnswerWriter,
-        engine: AsyncEngine,
         budget: LogBudget,
         *,
         policy: Policy,
@@ -75,17 +74,17 @@ class Answer(Generation):
         self.num_events = 0
         self.log = EventLog(budget) if policy.resumable else None
         self._writer = writer
-        self._engine = engine
         self._outlet: Outlet | None = None
         self._cursor = 0  # the number of the next event for the outlet
         self._waiting: deque[Event] = deque()  # for the outlet, where there is no log
+        self._pieces: deque[TokenDelta] = deque()  # of the first of these, taken already
         self._ready: dict[int, None] = {}  # prompts whose streams have something, in order
         self._unfinished: set[int] = set()  # prompts whose last delta was not taken yet
         self._running: list[int] = []  # prompts not known to have all their tokens
         self._is_plain = False  # a turn brings one delta at most
         self._is_pumping = False
         self._is_paused = False
-        self._is_forgotten = False
+        self._turn: asyncio.Handle | None = None  # when it goes on, after others had theirs
         self._timer: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
 
@@ -104,10 +103,10 @@ class Answer(Generation):
             raise
         if self._is_paused:  # the reader has left meanwhile
             self._pause()
-        self._is_plain = all(_has_one_delta(stream) for stream in self.streams)
+        self._is_plain = all(has_one_delta(stream) for stream in self.streams)
         self._running.extend(range(len(self.streams)))
         self._unfinished.update(self._running)
-        self._guard(self._begin)
+        self._guard(lambda: self._emit(self._writer.begin(self.streams)))
         if len(self.streams) == 1:
             self.streams[0].subscribe(self._on_only_stream)
             return
@@ -117,9 +116,10 @@ class Answer(Generation):
     def end(self) -> None:
         """No event is made any more. Idempotent."""
         self._stop_timer()
-        self._ready.clear()
-        self._unfinished.clear()
+        for waiting in (self._pieces, self._ready, self._running, self._unfinished):
+            waiting.clear()
         super().end()
+        self._writer = SPENT
         self._ended.set()
 
     async def wait_ended(self) -> None:
@@ -140,24 +140,19 @@ class Answer(Generation):
         if self._is_paused:
             self._is_paused = False
             for stream in self.streams:
-                self._engine.resume(stream.request_id)
+                stream.resume()
         if before is not None:
             self._tell_ended(before)
         self.pump()
 
     def _check_after(self, after: int) -> None:
-        first = self._cursor if self.log is None else self.log.first
-        if self.log is None and (after >= 0 or self.num_events or self.is_ended):
+        if self.log is not None:
+            self.log.check_has(after + 1, self.answer_id)
+        elif after >= 0 or self.num_events or self.is_ended:
             raise NotFoundError(
                 f"{self.answer_id}: its events are not kept; ask with stream_options "
                 '{"resumable": true}',
                 code="not_resumable",
-            )
-        if after + 1 < first:
-            raise GoneError(
-                f"{self.answer_id}: events up to {first - 1} were dropped, and event {after + 1} "
-                "with them; send the request again",
-                code="events_dropped",
             )
         if after >= self.num_events:
             raise InvalidRequestError(
@@ -184,8 +179,8 @@ class Answer(Generation):
             self._timer = loop.call_later(self.policy.window_s, self.cancel)
 
     def forget(self) -> None:
-        """It can't be found any more: its log goes when its reader has it."""
-        self._is_forgotten = True
+        """It can't be found any more: its log goes when it has ended, and its reader has it."""
+        super().forget()
         self._give_back()
 
     def cancel(self) -> None:
@@ -198,7 +193,7 @@ class Answer(Generation):
     def _pause(self) -> None:
         self._is_paused = True
         for stream in self.streams:
-            self._engine.pause(stream.request_id)
+            stream.pause()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -207,6 +202,11 @@ class Answer(Generation):
 
     # --- events ------------------------------------------------------------------------------
 
+    def add(self, event: Event) -> None:
+        """One more after its end, of what followed from it: in order, and kept with the others."""
+        self._emit((event,))
+        self._give_back()
+
     def _on_only_stream(self) -> None:
         """As `_on_stream`; quick for a delta to a reader who has all before it."""
         outlet = self._outlet
@@ -214,12 +214,15 @@ class Answer(Generation):
             outlet is None
             or self._is_pumping
             or self._cursor != self.num_events
+            or self._pieces
             or not outlet.is_open
         ):
             return self._on_stream(0)
         self._is_pumping = True
         try:
             delta = self.streams[0].take()
+            if delta is not None and is_long(delta):
+                delta = self._cut(delta)
             if delta is not None:
                 events = self._writer.push(0, delta)
                 if len(events) == 1:
@@ -230,7 +233,7 @@ class Answer(Generation):
             return self._fail(exc)
         finally:
             self._is_pumping = False
-        if delta is None or delta.finish_reason is not None or not self._is_plain:
+        if delta is None or delta.finish_reason is not None or self._pieces or not self._is_plain:
             self._on_stream(0)
 
     def _on_stream(self, prompt: int) -> None:
@@ -241,21 +244,26 @@ class Answer(Generation):
 
     def pump(self) -> None:
         """Write what there is while the outlet is open: called whenever there is more of either."""
-        if not self._is_pumping:
+        if not self._is_pumping and self._turn is None:
             self._is_pumping = True
             try:
                 self._guard(self._pump)
             finally:
                 self._is_pumping = False
 
-    def _guard(self, step: Callable[[], None]) -> None:
+    def _pump_soon(self) -> None:
+        if self._turn is None:
+            self._turn = asyncio.get_running_loop().call_soon(self._on_turn)
+
+    def _on_turn(self) -> None:
+        self._turn = None  # also after the end, when there may be more to write
+        self.pump()
+
+    def _guard(self, step: Callable[[], object]) -> None:
         try:
             step()
         except Exception as exc:
             self._fail(exc)
-
-    def _begin(self) -> None:
-        self._emit(self._writer.begin(self.streams))
 
     def _pump(self) -> None:
         num_left = TAKES_PER_TURN
@@ -264,22 +272,40 @@ class Answer(Generation):
             if prompt is None:
                 return
             if num_left <= 0:
-                asyncio.get_running_loop().call_soon(self.pump)
-                return
+                return self._pump_soon()
             stream = self.streams[prompt]
-            delta = stream.take()
+            delta = self._pieces.popleft() if self._pieces else self._take(stream)
             if delta is not None:
                 num_left -= 1 + len(delta.logprobs)
+                num_left -= (len(delta.text) + len(delta.token_ids)) // LEN_PER_TAKE
                 self._emit(self._writer.push(prompt, delta))
                 continue
-            del self._ready[prompt]
-            if stream.error is not None:
-                self._fail(stream.error)
-            elif stream.done:
-                self._unfinished.discard(prompt)
-                if not self._unfinished:
-                    self._emit(self._writer.end())
-                    self._finish()
+            self._see_end(prompt)
+        last = next(iter(self._ready), None)
+        if last is not None and not self._pieces and self.streams[last].done:
+            self._see_end(last)  # what it brought took the last room there was
+
+    def _see_end(self, prompt: int) -> None:
+        """Nothing of a prompt is left to take, for now or for ever."""
+        del self._ready[prompt]
+        stream = self.streams[prompt]
+        if stream.error is not None:
+            self._fail(stream.error)
+        elif stream.done:
+            self._unfinished.discard(prompt)
+            if not self._unfinished:
+                self._emit(self._writer.end())
+                self._finish()
+
+    def _take(self, stream: TokenStream) -> TokenDelta | None:
+        """What it has next, or the first piece of it."""
+        delta = stream.take()
+        return self._cut(delta) if delta is not None and is_long(delta) else delta
+
+    def _cut(self, delta: TokenDelta) -> TokenDelta:
+        """Its first piece; the others wait."""
+        self._pieces.extend(cut(delta))
+        return self._pieces.popleft()
 
     def _flows(self) -> bool:
         """Whether more may be taken now. First what was made before is written."""
@@ -293,7 +319,7 @@ class Answer(Generation):
         while outlet.is_open and self._cursor < self.num_events:
             number = self._cursor
             if number == last:
-                asyncio.get_running_loop().call_soon(self.pump)
+                self._pump_soon()
                 return False
             event = self._waiting.popleft() if self.log is None else self.log[number]
             self._cursor = number + 1
@@ -349,10 +375,8 @@ class Answer(Generation):
     def _finish(self) -> None:
         """All events are made."""
         self.end()
-        self._guard(self._flush)
-
-    def _flush(self) -> None:
-        self._flows()
+        self._guard(self._flows)
+        self._give_back()
 
     def _drop_outlet(self) -> None:
         """It gets nothing more."""
@@ -362,7 +386,7 @@ class Answer(Generation):
         self._give_back()
 
     def _give_back(self) -> None:
-        if self._is_forgotten and self._outlet is None and self.log is not None:
+        if self.is_forgotten and self.is_ended and self._outlet is None and self.log is not None:
             self.log.clear()
 
     def _tell_ended(self, outlet: Outlet) -> None:
@@ -370,10 +394,3 @@ class Answer(Generation):
             outlet.ended()
         except Exception:
             logger.exception("answer %s: an outlet failed at the end", self.answer_id)
-
-
-def _has_one_delta(stream: TokenStream) -> bool:
-    """Whether a turn of the engine brings one delta at most."""
-    sampling = stream.sampling
-    wants_more = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
-    return sampling.n == 1 and not wants_more and not stream.wants_progress

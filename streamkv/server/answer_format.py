@@ -18,9 +18,7 @@ from ..engine.encoding import decode_whole
 from ..errors import InvalidRequestError
 from ..protocol import SamplingParams
 from ..sampling import StructuredOutputs
-from ..structured import MAX_GRAMMAR_CHARS
 from ..text.answer_parts import AnswerParser, Part, ToolCallPart
-from ..text.chat_messages import num_chars
 from ..text.reasoning import ReasoningFormat
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import ToolFormat, answer_parser
@@ -58,13 +56,14 @@ class AnswerPlan:
         """Whether an answer is more than its text."""
         return self._tool_format is not None or self.reasoning is not None
 
-    async def see_prompt(self, token_ids: Sequence[int], *, continues: bool = False) -> None:
-        """Look whether the prompt has begun the reasoning; `continues`: it ends in a message."""
+    async def see_prompt(self, token_ids: Sequence[int], *, continued: str = "") -> None:
+        """Look whether the prompt has begun the reasoning; `continued`: what its last message says,
+        if the answer goes on with that."""
         if self.reasoning is None:
             return
-        tail = token_ids if continues else token_ids[-_TAIL_LEN:]
+        tail = token_ids[-_TAIL_LEN - len(continued.encode()) :]
         text = await decode_whole(self._tokenizer, tail)
-        self._is_open = self.reasoning.is_open(text, continues=continues)
+        self._is_open = self.reasoning.is_open(text, continued=continued)
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """How to sample such answers. InvalidRequestError."""
@@ -146,7 +145,7 @@ def plan_answer(
     return AnswerPlan(
         tokenizer,
         tools,
-        _readable_format(tokenizer, tools) if tools else None,
+        _readable_format(tokenizer) if tools else None,
         required=choice == "required",
         name=name,
         parallel=parallel,
@@ -154,19 +153,13 @@ def plan_answer(
     )
 
 
-def _readable_format(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> ToolFormat:
+def _readable_format(tokenizer: Tokenizer) -> ToolFormat:
     if tokenizer.tool_format is None:
         raise InvalidRequestError(
             "tools: this model's chat template tells it of tools in a way that isn't read here; "
             'leave them out, or send tool_choice "none"',
             param="tools",
             code="unsupported",
-        )
-    if num_chars(tools, MAX_GRAMMAR_CHARS) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(
-            f"tools: expected at most {MAX_GRAMMAR_CHARS} characters together, got more; send "
-            "fewer, or shorter descriptions",
-            param="tools",
         )
     return tokenizer.tool_format
 

@@ -1,7 +1,7 @@
 """What an answer is made by, written to and governed by.
 
 Owns the protocols of a writer, which makes events, and of an outlet, which takes them, and the
-policy for a reader that is gone. Knows no implementation of them.
+policy for a reader that is gone. Knows no implementation of them, but of the writer that is spent.
 """
 
 from __future__ import annotations
@@ -41,13 +41,32 @@ class AnswerWriter(Protocol):
         error of the request."""
 
     def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
-        """The events of one delta."""
+        """The events of one delta, which isn't long."""
 
     def end(self) -> Sequence[Event]:
         """The last events, after the last delta of all prompts."""
 
     def fail(self, error: BaseException) -> Sequence[Event]:
         """The last events of an answer that broke."""
+
+
+class _Spent:
+    """In the place of a writer that has no more to make, with all that it held."""
+
+    def begin(self, streams: Sequence[TokenStream]) -> Sequence[Event]:
+        return ()
+
+    def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
+        return ()
+
+    def end(self) -> Sequence[Event]:
+        return ()
+
+    def fail(self, error: BaseException) -> Sequence[Event]:
+        return ()
+
+
+SPENT = _Spent()
 
 
 class Outlet(Protocol):

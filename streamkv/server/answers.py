@@ -18,17 +18,16 @@ import msgspec
 from starlette.requests import HTTPConnection
 
 from ..config import ServerConfig
-from ..engine.async_engine import AsyncEngine
 from ..errors import InvalidRequestError, NotFoundError
 from .answer import Answer, AnswerWriter, Policy
 from .auth import presented_key
 from .event_log import LogBudget
 from .generation import Generation
+from .ids import PREFIXES
 
 LOGS_IN_MEMORY = 16  # that fill it
 MAX_ENDED = 4096
 MAX_ENDED_BYTES = 64 << 20  # of results, besides the logs
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # which clients may leave out
 _OVERHEAD_BYTES = 1024
 _TOKEN_BYTES = 100  # of what the engine remembers of a stream
 
@@ -76,8 +75,7 @@ class Ended(NamedTuple):
 class Answers:
     """The registry of one application. Event-loop thread only."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
-        self.engine = engine
+    def __init__(self, config: ServerConfig) -> None:
         self.window_s = config.resume_window
         self.budget = LogBudget(
             config.resume_memory_bytes // LOGS_IN_MEMORY, config.resume_memory_bytes, self.make_room
@@ -85,7 +83,7 @@ class Answers:
         self._has_owners = bool(config.api_key)
         self._running: dict[Key, Generation] = {}
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
-        self.num_resumed = 0
+        self.num_resumed = 0  # streams that somebody has gone on reading
         self._num_ended_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # of the oldest
 
@@ -105,7 +103,7 @@ class Answers:
     ) -> Answer:
         """An answer, not yet started, that can be found. InvalidRequestError if its id is taken."""
         owner = self.owner_of(connection)
-        answer = Answer(answer_id, writer, self.engine, self.budget, policy=policy, owner=owner)
+        answer = Answer(answer_id, writer, self.budget, policy=policy, owner=owner)
         self.add(answer)
         return answer
 
@@ -129,23 +127,42 @@ class Answers:
     # --- finding -----------------------------------------------------------------------------
 
     def find(self, connection: HTTPConnection, answer_id: str) -> Generation | Ended:
-        """By the id that clients see, or the `request_id` they sent: what runs, or else what ended
-        last. NotFoundError."""
+        """By the id that clients see, or else the `request_id` they sent. NotFoundError;
+        InvalidRequestError if several endpoints were sent the same."""
         self._expire()
         owner = self.owner_of(connection)
-        names = (answer_id, *(prefix + answer_id for prefix in ID_PREFIXES))
-        keys = [Key(owner, name) for name in names]
-        running = [self._running[key] for key in keys if key in self._running]
-        ended = [self._ended[key] for key in keys if key in self._ended]
-        if running:
-            return running[0]
-        if ended:
-            return max(ended, key=lambda one: one.expires_s)
+        found = self._get(Key(owner, answer_id))
+        if found is not None:
+            return found
+        names = [prefix + answer_id for prefix in PREFIXES]
+        several = {name: one for name in names if (one := self._get(Key(owner, name))) is not None}
+        if len(several) > 1:
+            raise InvalidRequestError(
+                f"request_id: {answer_id[:100]!r} is that of several requests; ask for one of them "
+                f"by its id: {', '.join(several)}",
+                param="request_id",
+            )
+        for one in several.values():
+            return one
         raise NotFoundError(
             f"no request {answer_id[:100]!r} here: it never was, or it is gone; an answer is kept "
             f"for {self.window_s:g} s after its end",
             code="request_not_found",
         )
+
+    def _get(self, key: Key) -> Generation | Ended | None:
+        running = self._running.get(key)
+        if running is None:
+            return self._ended.get(key)
+        return None if running.is_forgotten else running
+
+    def forget(self, owner: bytes, answer_id: str) -> None:
+        """Nobody finds it any more. One that runs goes on until it ends."""
+        key = Key(owner, answer_id)
+        running = self._running.get(key)
+        if running is not None:
+            running.forget()
+        self._drop(key)
 
     def find_answer(self, connection: HTTPConnection, answer_id: str) -> Answer:
         """One whose events are to be read on. NotFoundError."""
@@ -157,7 +174,6 @@ class Answers:
                 '{"resumable": true}',
                 code="not_resumable",
             )
-        self.num_resumed += 1
         return answer
 
     # --- ended -------------------------------------------------------------------------------
@@ -179,7 +195,7 @@ class Answers:
     def _keep(self, key: Key, generation: Generation) -> None:
         """It has just ended."""
         del self._running[key]
-        if not generation.is_admitted or not self.window_s:
+        if generation.is_forgotten or not generation.is_admitted or not self.window_s:
             return
         result = result_of(generation)
         num_bytes = _OVERHEAD_BYTES + generation.num_held_bytes

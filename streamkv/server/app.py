@@ -82,7 +82,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     app.router.default = _no_route
     app.state.engine = engine
     app.state.config = config
-    app.state.answers = Answers(engine, config)
+    app.state.answers = Answers(config)
     app.state.responses = ResponseStore.of(config)
     app.state.metrics = metrics.ServerMetrics(engine, app.state.answers)
     return app

@@ -6,7 +6,6 @@ Invariant: one generation path; without `stream` the answer is the same TokenStr
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -19,12 +18,19 @@ from starlette.types import ASGIApp
 from ..engine.async_engine import AsyncEngine
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
-from ..text.chat_messages import template_messages
 from .answer_format import AnswerPlan, plan_answer
 from .chat_writer import ChatOptions, ChatWriter
 from .completion_fields import CompletionFields
+from .ids import CHAT, answer_id_of, engine_id_of
 from .logprobs import check_num_scores
-from .messages import Documents, Messages, ReasoningEffort, TemplateKwargs, template_arguments
+from .messages import (
+    Documents,
+    Messages,
+    ReasoningEffort,
+    TemplateKwargs,
+    last_text,
+    template_arguments,
+)
 from .metrics import metrics_of, observed
 from .request_fields import SAMPLING_NOT_HONOURED, StreamOptions, limit_tokens
 from .response_format import Structure
@@ -77,13 +83,10 @@ class ChatRequest(CompletionFields, kw_only=True):
         names["structured_outputs"] = "tools" if structure is None else structure.field
         return names
 
-    def echoed(self) -> str:
-        """What each choice begins with: the last message, if it is the assistant's."""
-        last = self.messages[-1]
-        if not self.echo or last["role"] != "assistant":
-            return ""
-        content: str = template_messages([last])[0]["content"]
-        return content
+    @property
+    def echoes(self) -> bool:
+        """Whether each choice begins with the last message."""
+        return bool(self.echo) and self.messages[-1]["role"] == "assistant"
 
 
 _decoder = msgspec.json.Decoder(ChatRequest)
@@ -116,14 +119,14 @@ def _sampling(body: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     )
 
 
-def _options(body: ChatRequest, stream: StreamOptions) -> ChatOptions:
+def _options(body: ChatRequest, stream: StreamOptions, said: str) -> ChatOptions:
     return ChatOptions(
         token_ids=bool(body.return_token_ids),
         logprobs=bool(body.logprobs),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         reasoning=body.include_reasoning is not False,
         stream=stream,
-        echo=body.echoed(),
+        echo=said if body.echoes else "",
     )
 
 
@@ -139,17 +142,20 @@ async def create_chat_completion(request: Request) -> ASGIApp:
         sampling = _sampling(body, engine.sampling_defaults)
         plan = _plan(body, engine, structure)
         prompt = await _encode(body, request, plan)
+        continues = bool(body.continue_final_message)
+        said = await last_text(body.messages) if continues or body.echoes else ""
+        await plan.see_prompt(prompt, continued=said if continues else "")
         sampling = plan.sampling(limit_tokens(sampling, engine, len(prompt)))
-    completion_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    completion_id = answer_id_of(CHAT, body.request_id)
     stream = engine.generate(
         prompt,
         sampling,
-        request_id=completion_id,
+        request_id=engine_id_of(completion_id),
         wants_progress=bool(body.return_progress),
         **body.for_engine(request),
     )
     source = renaming_params(observed(metrics_of(request), stream), names)
-    writer = ChatWriter(completion_id, _options(body, stream_options), plan)
+    writer = ChatWriter(completion_id, _options(body, stream_options, said), plan)
     if streams:
         return await stream_answer(request, completion_id, [source], writer, policy=policy)
     return await collect_answer(request, completion_id, [source], writer.whole, policy=policy)
@@ -166,7 +172,6 @@ async def _encode(body: ChatRequest, request: Request, plan: AnswerPlan) -> list
     )
     if body.prompt_logprobs is not None:
         check_num_scores(len(prompt), body.prompt_logprobs)
-    await plan.see_prompt(prompt, continues=bool(body.continue_final_message))
     return prompt
 
 

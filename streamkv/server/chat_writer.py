@@ -32,13 +32,13 @@ from .chat_objects import (
     ToolCall,
     ToolCallDelta,
 )
+from .deltas import cut
 from .json_list import JsonList
 from .logprobs import ChatLogprobs, content_logprobs, prompt_logprobs
 from .request_fields import StreamOptions, Usage
 from .sse import DONE_EVENT
 from .wire import encode, error_body
 
-_PIECE_LEN = 4096  # of a whole answer's characters and tokens: parsing more would hold up the loop
 _MARK = "\0"  # where the text of a chunk comes
 _ENCODED_MARK = encode(_MARK)
 
@@ -263,12 +263,10 @@ class ChatWriter:
         )
 
 
-async def _read_all(reader: AnswerReader, completion: Completion) -> list[Part]:
+async def _read_all(reader: AnswerReader, whole: Completion) -> list[Part]:
     parts: list[Part] = []
-    text, token_ids = completion.text, completion.token_ids
-    for start in range(0, max(len(text), len(token_ids)), _PIECE_LEN):
-        end = start + _PIECE_LEN
-        parts += reader.push(text[start:end], token_ids[start:end])
+    for piece in cut(TokenDelta(whole.choice, whole.text, whole.token_ids)):
+        parts += reader.push(piece.text, piece.token_ids)
         await asyncio.sleep(0)
     return parts + reader.finish()
 

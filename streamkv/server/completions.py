@@ -7,7 +7,6 @@ Invariant: one generation path; without `stream` the answer is the same streams,
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
 from .completion_fields import CompletionFields
 from .completion_writer import CompletionOptions, CompletionWriter
+from .ids import COMPLETION, answer_id_of, engine_id_of
 from .logprobs import check_num_scores
 from .metrics import metrics_of, observed
 from .prompts import Prompt, PromptEncoder, read_prompts
@@ -93,7 +93,7 @@ async def create_completion(request: Request) -> ASGIApp:
     with renaming_fields(names):
         sampling = _sampling(body, engine, structure)
     prompts = await _prompts(body, engine, sampling)
-    completion_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+    completion_id = answer_id_of(COMPLETION, body.request_id)
     options = CompletionOptions(
         num_choices=sampling.n,
         logprobs=body.logprobs,
@@ -157,7 +157,7 @@ def _streams(
         engine.generate(
             prompt.content,
             sampling,
-            request_id=completion_id if len(prompts) == 1 else f"{completion_id}-{i}",
+            request_id=engine_id_of(completion_id),
             # The first asks for all, so that a request is refused as a whole.
             queue_places=0 if i else len(prompts) * sampling.num_sequences,
             wants_progress=bool(body.return_progress),

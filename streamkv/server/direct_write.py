@@ -1,9 +1,10 @@
 """Writing straight to the transports: `send` of the ASGI costs a coroutine, a dict and some checks
 for each piece.
 
-Owns the batch of a turn's writes, and what a connection's writer has in common over HTTP and
-WebSockets. A request's scope offers its writer as the extension WRITE; under a server that isn't
-ours it isn't there, and who writes uses `send`. Knows nothing about what is written. Invariants:
+Owns the batch of a turn's writes, and what connections and their writers have in common over HTTP
+and WebSockets. A request's scope offers its writer as the extension WRITE; under a server that
+isn't ours it isn't there, and who writes uses `send`. Knows nothing about what is written.
+Invariants:
 
 - What is written here arrives in order with what is sent by `send`.
 - The transport's pause and resume reach the one who writes, and so does the loss of the connection,
@@ -105,7 +106,38 @@ class DirectWriter:
         self._is_lost = True
         self._pieces.clear()
         self.on_lost()
+        self.release()
+
+    def release(self) -> None:
+        """Its user is told nothing any more."""
         self.on_paused = self.on_resumed = self.on_lost = _nothing
+
+
+class WritersProtocol(asyncio.Protocol):
+    """A connection that tells its writer, while it has one, what becomes of the transport. Stands
+    before the protocol that it extends."""
+
+    writer: DirectWriter | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.writer is not None:
+            self.writer.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.writer is not None:
+            self.writer.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.lose_writer()
+
+    def lose_writer(self) -> None:
+        """Nothing is written any more. Idempotent."""
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            writer.lose()
 
 
 class Config(uvicorn.Config):

@@ -3,7 +3,8 @@
 Owns the events and their bytes, of one answer and of all together. It must not know what events
 say, nor who reads them. Invariant: an answer's log takes at most `max_bytes`, all of them together
 at most the budget's; what goes first is what is oldest. The one exception is what the present
-reader has not been given yet (see `append`), which is never more than one delta's events.
+reader has not been given yet (see `append`), which is never more than the events of one piece of a
+delta.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
+
+from ..errors import GoneError
 
 EVENT_OVERHEAD_BYTES = 64  # of the Python objects around an event's data
 
@@ -63,6 +66,15 @@ class EventLog:
         budget.num_bytes += num_bytes
         if self.num_bytes > budget.max_bytes or budget.num_bytes > budget.max_total_bytes:
             self._trim(keep_from)
+
+    def check_has(self, number: int, answer_id: str) -> None:
+        """GoneError unless that event, and those after it, are here or still to come."""
+        if number < self.first:
+            raise GoneError(
+                f"{answer_id}: events up to {self.first - 1} were dropped, and event {number} with "
+                "them; send the request again",
+                code="events_dropped",
+            )
 
     def __getitem__(self, number: int) -> Event:
         place = number - self.first

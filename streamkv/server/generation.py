@@ -2,7 +2,8 @@
 
 Owns their contexts. It must not know what becomes of their tokens. Invariants: all prompts are
 admitted or none; whatever ends it, its streams are cancelled and left, which aborts what has not
-finished; `on_ended` callbacks are called once, while the streams still say how far they came.
+finished, and then lets go of them; `on_ended` callbacks are called once, while the streams still
+say how far they came.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Generation:
         self.is_admitted = False
         self.is_cancelled = False
         self.is_ended = False
+        self.is_forgotten = False  # nobody finds it any more
         self.num_held_bytes = 0  # of what it holds besides its text, while it is kept
         self._on_ended: list[Callable[[], None]] = []
         self._stack = AsyncExitStack()
@@ -59,6 +61,10 @@ class Generation:
         for stream in self.streams:
             stream.cancel()
 
+    def forget(self) -> None:
+        """It can't be found any more, now and once it has ended."""
+        self.is_forgotten = True
+
     def end(self) -> None:
         """It has ended: leave the streams. Idempotent."""
         if self.is_ended:
@@ -72,7 +78,13 @@ class Generation:
             except Exception:
                 logger.exception("request %s: what follows its end failed", self.answer_id)
         self._on_ended.clear()
-        self._leaving = asyncio.get_running_loop().create_task(self._stack.aclose())
+        self._leaving = asyncio.get_running_loop().create_task(self._leave())
+
+    async def _leave(self) -> None:
+        try:
+            await self._stack.aclose()
+        finally:
+            self.streams = []
 
     async def wait_left(self) -> None:
         """Until its streams are left, after `end`."""

@@ -1,8 +1,12 @@
 """uvicorn's HTTP protocol, whose requests offer a writer of their body.
 
 Owns the framing of that body: in chunks over HTTP/1.1, until the connection is closed over
-HTTP/1.0. Knows nothing about endpoints. Invariant: what can't be parsed gets an answer of OpenAI's
-shape.
+HTTP/1.0. Knows nothing about endpoints. Invariants:
+
+- A connection has one request at a time. What a client sends behind one that is not answered yet
+  is not taken: the connection ends with that answer, as RFC 9112 (9.3.2) allows. So reading goes
+  on all the time, and a client that leaves is noticed whatever it has sent.
+- What can't be parsed gets an answer of OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -17,10 +21,14 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from .direct_write import WRITE, DirectWriter, batch_of
+from .direct_write import WRITE, DirectWriter, WritersProtocol, batch_of
 from .wire import encode, http_error_body
 
 _ENDLESS_BYTES = 1 << 62
+
+
+class _SentAhead(Exception):
+    """A request came before the one before it was answered."""
 
 
 class BodyWriter(DirectWriter):
@@ -48,6 +56,7 @@ class BodyWriter(DirectWriter):
     def finish(self) -> None:
         """The last piece comes next."""
         self.flush()
+        self.release()
         self._protocol.writer = None
         if not self._is_chunked:
             self._cycle.expected_content_length = 0
@@ -58,36 +67,42 @@ def _chunk_head(num: int) -> bytes:
     return b"%x\r\n" % num
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     """uvicorn's, whose requests offer a BodyWriter."""
 
-    writer: BodyWriter | None = None
+    _is_last = False  # nothing is read behind the present request
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_last:
+            super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        if self._is_answering:
+            raise _SentAhead  # the parser stops, and `send_400_response` is called
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         before = self.cycle
         super().on_headers_complete()
-        if self.cycle is not before:  # and its task has not run yet
-            scope: Any = self.scope
+        scope: Any = self.scope
+        if self.cycle is not before and scope["method"] != "HEAD":  # and its task has not run yet
             scope["extensions"] = {WRITE: BodyWriter(self, self.cycle)}
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self.writer is not None:
-            self.writer.pause()
+    def eof_received(self) -> None:
+        """The client has left. A close would wait until it has taken what it may never take."""
+        if self._is_answering:
+            self.transport.abort()
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.writer is not None:
-            self.writer.resume()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        writer, self.writer = self.writer, None
-        if writer is not None:
-            writer.lose()
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:
-        """To bytes that are no HTTP."""
+        """To bytes that are no HTTP; those behind a request only end the connection after it."""
+        if self._is_answering and (self.cycle.response_started or not self.cycle.more_body):
+            self._is_last = True
+            self.cycle.keep_alive = False
+            return
         body = encode(http_error_body(HTTPStatus.BAD_REQUEST, msg))
         head = STATUS_LINE[400] + b"content-type: application/json\r\nconnection: close\r\n"
         self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))

@@ -1,4 +1,5 @@
-"""Log-probabilities as chat and completions write them: OpenAI's two shapes, and vLLM's of prompts.
+"""Log-probabilities as they are written: OpenAI's shapes, of chat and responses and of completions,
+and vLLM's of prompts.
 
 Owns these shapes and the names of tokens in them. Knows nothing of requests. Invariants: no number
 is NaN or infinite; of what was generated all bytes joined are the text that is shown; an offset is
@@ -18,7 +19,7 @@ from ..text.tokenizer import Tokenizer
 from .json_list import JsonList
 from .wire import json_logprob
 
-# --- chat -------------------------------------------------------------------------------------
+# --- chat and responses -----------------------------------------------------------------------
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -43,7 +44,9 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-def content_logprobs(items: Sequence[TokenLogprob], *, as_ids: bool) -> list[ContentLogprob]:
+def content_logprobs(
+    items: Sequence[TokenLogprob], *, as_ids: bool = False
+) -> list[ContentLogprob]:
     """The entries of these tokens; `as_ids`: they are called by their ids."""
     return [
         ContentLogprob(

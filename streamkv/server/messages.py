@@ -6,21 +6,26 @@ chat templates read (see `text.chat_messages`). Knows nothing about generation.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, Required, TypeAlias, TypedDict
 
 from msgspec import Meta
 from starlette.requests import HTTPConnection
 
+from ..engine.encoding import is_long
 from ..errors import InvalidRequestError
-from ..text.chat_messages import num_chars
+from ..text.chat_messages import template_messages
+from .bounds import at_most
 from .tools import FunctionName
 from .wire import server_config
 
 MAX_DOCUMENTS = 1024
-MAX_TEMPLATE_CHARS = 1 << 16  # of a client's variables, about: characters and values
+MAX_DOCUMENTS_BYTES = 1 << 22
+MAX_TEMPLATE_BYTES = 1 << 17  # of a client's variables
 
-TemplateKwargs: TypeAlias = dict[str, Any]
+TemplateKwargs: TypeAlias = Annotated[dict[str, Any], at_most(MAX_TEMPLATE_BYTES)]
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 _OWN_NAMES = frozenset(
@@ -44,6 +49,10 @@ class ContentPart(TypedDict, total=False):
     refusal: str | None
 
 
+class SpokenAnswer(TypedDict):
+    id: str
+
+
 class FunctionCall(TypedDict):
     name: FunctionName
     arguments: str
@@ -56,18 +65,32 @@ class ToolCall(TypedDict, total=False):
 
 
 class Message(TypedDict, total=False):
-    role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
+    role: Required[Literal["system", "developer", "user", "assistant", "tool", "function"]]
     content: str | list[ContentPart] | None
     name: str | None
+    refusal: str | None
+    audio: SpokenAnswer | None  # refused, not skipped
     reasoning: str | None
     reasoning_content: str | None
     tool_calls: list[ToolCall] | None
+    function_call: FunctionCall | None
     tool_call_id: str | None
 
 
 Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
 
-Documents: TypeAlias = Annotated[list[dict[str, str]], Meta(max_length=MAX_DOCUMENTS)]
+Documents: TypeAlias = Annotated[
+    list[dict[str, str]], Meta(max_length=MAX_DOCUMENTS), at_most(MAX_DOCUMENTS_BYTES)
+]
+
+
+async def last_text(messages: Messages) -> str:
+    """What the last message says. InvalidRequestError."""
+    last = messages[-1:]
+    work = functools.partial(template_messages, last)
+    found = await asyncio.to_thread(work) if is_long(last, {}) else work()
+    text: str = found[0]["content"]
+    return text
 
 
 class TemplateFields(Protocol):
@@ -130,12 +153,6 @@ def template_variables(
     if taken:
         raise InvalidRequestError(
             f"chat_template_kwargs: {min(taken)!r} can't be set here; it follows from the request",
-            param="chat_template_kwargs",
-        )
-    if num_chars(own, MAX_TEMPLATE_CHARS) > MAX_TEMPLATE_CHARS:
-        raise InvalidRequestError(
-            f"chat_template_kwargs: expected at most {MAX_TEMPLATE_CHARS} characters and values, "
-            "got more; send less",
             param="chat_template_kwargs",
         )
     if reasoning_effort is None:

@@ -24,22 +24,36 @@ from ..errors import InvalidRequestError
 from ..protocol import SamplingParams
 from ..sampling import StructuredOutputs
 from .answer import OnDisconnect
+from .bounds import at_most
 from .wire import NotHonoured
 
+MAX_LIST_BYTES = 1 << 18  # of what may have thousands of items at most
+
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], at_most(MAX_LIST_BYTES)]
+Texts = Annotated[str | list[str], at_most(MAX_LIST_BYTES)]
 Name = Annotated[str, Meta(max_length=256)]
 MAX_SESSION_ID_LEN = 256
 
 # Known sampling and serving options of the OpenAI API and its extensions that are not honoured
 # here, for the endpoints' own tables to build on.
 SAMPLING_NOT_HONOURED: NotHonoured = {
+    "ebnf": (),  # other servers' names of what is in structured_outputs here
+    "grammar": ("",),
+    "json_schema": (),
     "kv_transfer_params": (),
     "logits_processors": ([],),
     "logprob_token_ids": (),
+    "lora_path": (),
+    "n_predict": (-1,),  # and of max_tokens
+    "regex": (),
+    "repeat_penalty": (1, 1.0),  # and of repetition_penalty
     "repetition_detection": (),
+    "return_hidden_states": (False,),
     "stream_interval": (1,),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
+    "typical_p": (1, 1.0),
     "vllm_xargs": ({},),
 }
 
@@ -75,17 +89,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], at_most(MAX_LIST_BYTES)] | None = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Texts | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: str | list[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     truncate_prompt_tokens: int | None = None
 
     def to_sampling_params(

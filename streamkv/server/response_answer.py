@@ -1,4 +1,4 @@
-"""One response on a WebSocket: its answer, where it is written, and the one that succeeds it.
+"""One response on a WebSocket: its answer, and the one that succeeds it.
 
 Owns what a connection must know of a response to go on from it when it was steered, and how its
 successor is made. Knows no lane. Invariant: the successor's prompt begins with the very tokens of
@@ -8,7 +8,8 @@ output, or the chat template doesn't show where it ends, the conversation is wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from msgspec import structs
 from starlette.websockets import WebSocket
@@ -23,23 +24,7 @@ from .response_prompt import continue_prompt
 from .response_store import ResponseStore, Shelves
 from .steering import Steer
 from .wire import encode
-from .ws_outlet import LaneOutlet, SocketWriter
-
-
-class LaneWriter(LaneOutlet):
-    """Where one response writes: its events name the lane."""
-
-    def __init__(
-        self, writer: SocketWriter, stream_id: str | None, *, credits: int | None = None
-    ) -> None:
-        super().__init__(writer, credits=credits)
-        self._tail = lane_tail(stream_id)
-
-    def write(self, number: int, event: Event) -> None:
-        if self.num_credits is not None:
-            self.num_credits -= 1
-        data = event.data
-        self._writer.write(data[:-1] + self._tail if self._tail else data)
+from .ws_outlet import SocketWriter
 
 
 def lane_tail(stream_id: str | None) -> bytes:
@@ -51,12 +36,10 @@ class SocketAnswer(Answer):
     """The answer of a `response.create`."""
 
     def __init__(self, websocket: WebSocket, opened: OpenedResponse, policy: Policy) -> None:
-        answers = answers_of(websocket)
         super().__init__(
             opened.record.id,
             opened.writer,
-            answers.engine,
-            answers.budget,
+            answers_of(websocket).budget,
             policy=policy,
             owner=opened.record.owner,
         )
@@ -64,6 +47,9 @@ class SocketAnswer(Answer):
         self.num_held_bytes = opened.record.turn.num_bytes
         self.stream_id: str | None = None  # of the lane that it is read in
         self.steers: list[Steer] = []  # for its successor
+        self.is_claimed = False  # somebody makes a response of them
+        self.token_ids: list[int] = []  # of prompt and output, for its successor; once it has ended
+        self.on_ended(self._keep_tokens)
 
     @property
     def can_be_steered(self) -> bool:
@@ -101,13 +87,33 @@ class SocketAnswer(Answer):
             writer.is_steered = True
             self.cancel()
 
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Meanwhile nobody else makes a response of its steering."""
+        self.is_claimed = True
+        try:
+            yield
+        finally:
+            self.is_claimed = False
+
+    def _keep_tokens(self) -> None:
+        """Who comes after it goes on from them."""
+        if self.steers and self.streams:
+            (stream,) = self.streams
+            (so_far,) = stream.so_far()
+            if so_far.token_ids:
+                self.token_ids = [*stream.prompt_token_ids, *so_far.token_ids]
+
     def tell(self, make: Callable[[Numbers], Event], writer: SocketWriter) -> None:
-        """Send an event of steering, numbered as the others of its response."""
-        if self.is_ended:
-            data, tail = make(self.opened.writer.numbers).data, lane_tail(self.stream_id)
-            writer.write(data[:-1] + tail if tail else data)
-        else:
+        """Send an event of steering, numbered as the others of its response and kept with them."""
+        if not self.is_ended:
             self.opened.writer.insert(make)
+            return
+        event, is_read = make(self.opened.writer.numbers), self.has_reader
+        self.add(event)
+        if not is_read:
+            data, tail = event.data, lane_tail(self.stream_id)
+            writer.write(data[:-1] + tail if tail else data)
 
 
 async def open_successor(
@@ -127,9 +133,7 @@ async def open_successor(
 
 async def _continued(answer: SocketAnswer, asked: Asked, *, num_new: int) -> list[int] | None:
     """The tokens to go on from; None to make them of the conversation."""
-    (stream,) = answer.streams
-    (so_far,) = stream.so_far()
-    if not so_far.token_ids:
+    if not answer.token_ids:
         return None
     messages = [*asked.instructions, *await asked.messages()]
     place = len(messages) - num_new
@@ -140,11 +144,16 @@ async def _continued(answer: SocketAnswer, asked: Asked, *, num_new: int) -> lis
     output = answer.opened.record.response.output
     reasoning = asked.plan.reasoning
     is_open = reasoning is not None and bool(output) and isinstance(output[-1], ReasoningItem)
-    return await continue_prompt(
+    prompt = await continue_prompt(
         asked.engine,
-        [*stream.prompt_token_ids, *so_far.token_ids],
+        answer.token_ids,
         messages,
         asked.template,
         answer=place,
         closing=reasoning.closing if reasoning is not None and is_open else "",
     )
+    body, context = asked.body, asked.engine.info.max_model_len
+    if prompt is not None and body.truncation == "auto":
+        if len(prompt) > context - (body.max_output_tokens or 1):
+            return None  # it is cut where a turn begins
+    return prompt

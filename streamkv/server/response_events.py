@@ -16,7 +16,8 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from .answer import Event
-from .response_object import LogprobBody, OutputItem, OutputText, ReasoningText, Response
+from .logprobs import ContentLogprob
+from .response_object import OutputItem, OutputText, ReasoningText, Response
 from .wire import encode
 
 
@@ -76,7 +77,7 @@ class ContentPartDone(OfPart, frozen=True, kw_only=True, tag="response.content_p
 
 class OutputTextDone(OfPart, frozen=True, kw_only=True, tag="response.output_text.done"):
     text: str
-    logprobs: Raw  # LogprobBody's
+    logprobs: Raw  # ContentLogprob's
 
 
 class ReasoningTextDone(OfPart, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
@@ -123,7 +124,7 @@ class DeltaEvents:
             b"".join((self._head, b"%d" % number, self._middle, encode(text), self._tail)),
         )
 
-    def with_logprobs(self, text: str, logprobs: Sequence[LogprobBody]) -> Event:
+    def with_logprobs(self, text: str, logprobs: Sequence[ContentLogprob]) -> Event:
         """One whose tail says the tokens' log-probabilities."""
         tail, self._tail = self._tail, b',"logprobs":%b}' % encode(logprobs)
         try:

@@ -8,18 +8,24 @@ it is handed on as the JSON that the client sent.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from ..errors import InvalidRequestError
 from ..sampling import StructuredOutputs
+from .bounds import at_most
 from .request_fields import GenerationFields
 from .wire import decode_body, renaming_fields
 
 T = TypeVar("T")
 
 NULL = msgspec.Raw(b"null")  # what a field is that may be anything and isn't there
+MAX_STRUCTURE_BYTES = 1 << 20  # of one field's JSON
+_WITH_JSON = ("json", "json_object", "structural_tag")
+
+AnyJson: TypeAlias = Annotated[msgspec.Raw, at_most(MAX_STRUCTURE_BYTES)]
+Choices: TypeAlias = Annotated[list[str], at_most(MAX_STRUCTURE_BYTES)]
 
 
 class Structure(NamedTuple):
@@ -41,7 +47,7 @@ class _JsonSchema(msgspec.Struct):
 class _ResponseFormat(msgspec.Struct):
     type: str
     json_schema: _JsonSchema | None = None
-    schema: msgspec.Raw = NULL  # llama.cpp's, beside json_object
+    schema: msgspec.Raw = NULL  # llama.cpp's, beside json_object or in json_schema's place
 
 
 class _StructuredOutputs(msgspec.Struct):
@@ -63,11 +69,11 @@ class _StructuredOutputs(msgspec.Struct):
 class StructureFields(GenerationFields, kw_only=True):
     """Fields of a request of which at most one may say what the answer is to match."""
 
-    response_format: msgspec.Raw = NULL
-    structured_outputs: msgspec.Raw = NULL
-    guided_json: msgspec.Raw = NULL
+    response_format: AnyJson = NULL
+    structured_outputs: AnyJson = NULL
+    guided_json: AnyJson = NULL
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
@@ -134,18 +140,22 @@ def _of_response_format(raw: msgspec.Raw) -> StructuredOutputs | None:
     given = _decode(raw, _response_format_decoder, name)
     match given.type:
         case "text":
+            _expect_alone(given, "json_schema", "schema")
             return None
-        case "json_object" if given.schema == NULL:
-            return StructuredOutputs(json_object=True)
         case "json_object":
-            return _structured(name, {"json": _json_value(given.schema)})
-        case "json_schema":
-            if given.json_schema is None:
-                raise InvalidRequestError(
-                    f"{name}.json_schema: required field is missing", param=f"{name}.json_schema"
-                )
+            _expect_alone(given, "json_schema")
+            schema = _json_value(given.schema)
+            return _structured(name, {"json_object": True} if schema is None else {"json": schema})
+        case "json_schema" if given.json_schema is not None:
+            _expect_alone(given, "schema")
             schema = _json_value(given.json_schema.schema)
             return _structured(name, {"json": '{"type":"object"}' if schema is None else schema})
+        case "json_schema" if given.schema != NULL:
+            return _structured(name, {"json": _json_value(given.schema)})
+        case "json_schema":
+            raise InvalidRequestError(
+                f"{name}.json_schema: required field is missing", param=f"{name}.json_schema"
+            )
         case "structural_tag":
             return _structured(name, {"structural_tag": _json_value(raw)})
     raise InvalidRequestError(
@@ -153,6 +163,18 @@ def _of_response_format(raw: msgspec.Raw) -> StructuredOutputs | None:
         f"{given.type!r:.100}",
         param=f"{name}.type",
     )
+
+
+def _expect_alone(given: _ResponseFormat, *others: str) -> None:
+    """InvalidRequestError for a schema in a field that the type doesn't read."""
+    for other in others:
+        if getattr(given, other) not in (None, NULL):
+            param = f"response_format.{other}"
+            raise InvalidRequestError(
+                f"{param}: expected none with the type {given.type!r}, which doesn't read it; "
+                "send the type json_schema, or leave it out",
+                param=param,
+            )
 
 
 def _of_structured_outputs(raw: msgspec.Raw) -> StructuredOutputs | None:
@@ -168,6 +190,12 @@ def _of_structured_outputs(raw: msgspec.Raw) -> StructuredOutputs | None:
 def _structured(field: str, fields: dict[str, Any]) -> StructuredOutputs:
     """Of the engine's fields; its errors name the client's."""
     given = {name: value for name, value in fields.items() if value is not None}
+    if "whitespace_pattern" in given and given.keys().isdisjoint(_WITH_JSON):
+        raise InvalidRequestError(
+            f"{field}: expected JSON or a schema where a whitespace_pattern is given, got another "
+            "kind, which that says nothing of; leave the pattern out",
+            param=field,
+        )
     with renaming_fields({"structured_outputs": field}):
         return StructuredOutputs(**given)
 

@@ -1,11 +1,13 @@
 """The lanes of one WebSocket: many responses at once, one after the other within a lane.
 
-Owns what waits in a lane, what runs there, and what follows a response that was steered. Knows the
-engine only through `open_response` and Answer; how events travel is the SocketWriter's. Invariants:
+Owns which lanes there are, how their messages are served, and what follows a response that was
+steered. Knows the engine only through `open_response` and Answer; how events travel is the
+SocketWriter's. Invariants:
 
 - A lane answers in the order asked, errors included. The successor of a response follows it before
   anything else in the lane.
 - Everything is bounded: lanes, what waits in a lane, its bytes and those of steering.
+- A response that was not admitted leaves nothing behind: no outlet, no record, no steering input.
 - When the connection ends, nothing of it waits any more. A response that runs is cancelled if the
   client closed the connection on purpose (1000, or no code); if it was lost, it goes on as its
   policy says, by default for the resume window. `on_disconnect` decides in both cases.
@@ -15,9 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -26,14 +26,17 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ..errors import InvalidRequestError, NotFoundError, OverloadedError, StreamkvError
 from .answer import Answer, OnDisconnect
 from .answers import answers_of
-from .response_answer import LaneWriter, SocketAnswer, open_successor
+from .ids import RESPONSE
+from .response_answer import SocketAnswer, lane_tail, open_successor
+from .response_items import InputItem
+from .response_lane import Create, Lane, Message, Refusal, Resume, Running
 from .response_opening import OpenedResponse, ask, open_response
 from .response_request import SOCKET_NOT_HONOURED, ResponseRequest
 from .response_steers import Steers
-from .response_store import ResponseStore, shelves_of, store_of
+from .response_store import ResponseStore, response_not_found, shelves_of, store_of
 from .streams import policy_of
 from .wire import ErrorDetail, decode_body, encode, error_body, renaming_fields, status_of
-from .ws_outlet import SocketWriter
+from .ws_outlet import LaneOutlet, SocketWriter
 
 logger = logging.getLogger(__name__)
 
@@ -53,40 +56,6 @@ class ErrorEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="error
     stream_id: str | UnsetType = UNSET
 
 
-class Create(NamedTuple):
-    """A `response.create`; decoded when its turn comes, so that its errors keep the order."""
-
-    data: str
-    num_bytes: int
-
-
-class Resume(NamedTuple):
-    """A response to be read on, from the event after that number."""
-
-    answer: Answer
-    after: int
-    credits: int | None
-    num_bytes: int
-
-
-class Running(NamedTuple):
-    """What a lane's events come from."""
-
-    answer: Answer
-    outlet: LaneWriter
-
-
-class Lane:
-    """Messages that are served one after the other; the first is the one being served."""
-
-    def __init__(self, stream_id: str | None) -> None:
-        self.stream_id = stream_id
-        self.queue: deque[Create | Resume] = deque()
-        self.is_cancelled = False  # what is being served, whatever of it runs
-        self.running: Running | None = None
-        self.task: asyncio.Task[None] | None = None
-
-
 class Lanes:
     """Those of one connection. Owner: the event-loop thread."""
 
@@ -104,44 +73,55 @@ class Lanes:
             writer,
             self._shelves,
             self._max_pending_bytes,
-            lambda: [running.answer for _, running in self._all_running()],
+            lambda: [running.answer for running in self._all_running()],
         )
 
     # --- what the client asks for ------------------------------------------------------------
 
-    def add(self, message: Create | Resume, stream_id: str | None) -> None:
-        """Give it to its lane, which starts if there is none. OverloadedError if full."""
-        if self._num_pending_bytes + message.num_bytes > self._max_pending_bytes:
-            raise _overloaded(f"{self._max_pending_bytes} bytes of requests")
+    def create(self, message: Create, stream_id: str | None) -> None:
+        """Make a response in that lane, in its turn. OverloadedError."""
+        self._add(message, stream_id)
+
+    def resume(self, message: Resume, stream_id: str | None) -> None:
+        """Read a response on, in that lane or in the one it was in, in its turn.
+        OverloadedError."""
+        if stream_id is None:
+            try:
+                answer = self._find_response(message.response_id)
+            except NotFoundError:
+                pass  # its lane will say so
+            else:
+                stream_id = answer.stream_id if isinstance(answer, SocketAnswer) else None
+        self._add(message, stream_id)
+
+    def _add(self, message: Create | Resume, stream_id: str | None) -> None:
+        """Give it to its lane, which starts if there is none. OverloadedError if there can be
+        none; a lane that has no room for it says so in its turn."""
         lane = self._lanes.get(stream_id)
+        error = self._overload(message, lane)
+        if lane is not None and error is not None:
+            return lane.refuse(error)
+        if error is not None:
+            raise error
         if lane is None:
-            if len(self._lanes) >= MAX_LANES:
-                raise _overloaded(f"{MAX_LANES} lanes")
             lane = self._lanes[stream_id] = Lane(stream_id)
             lane.task = asyncio.create_task(self._run(lane))
-        elif len(lane.queue) >= MAX_TURNS_PER_LANE:
-            raise _overloaded(f"{MAX_TURNS_PER_LANE} requests in a lane")
         lane.queue.append(message)
         self._num_pending_bytes += message.num_bytes
 
-    def resume(
-        self,
-        response_id: str,
-        *,
-        after: int,
-        stream_id: str | None,
-        credits: int | None,
-        num_bytes: int,
-    ) -> None:
-        """Read a response on, in that lane or in the one it was in. NotFoundError."""
-        try:
-            answer = self._answers.find_answer(self._websocket, response_id)
-        except NotFoundError as error:
-            error.param = "response_id"
-            raise
-        if stream_id is None and isinstance(answer, SocketAnswer):
-            stream_id = answer.stream_id
-        self.add(Resume(answer, after, credits, num_bytes), stream_id)
+    def _overload(self, message: Message, lane: Lane | None) -> OverloadedError | None:
+        if self._num_pending_bytes + message.num_bytes > self._max_pending_bytes:
+            limit = f"{self._max_pending_bytes} bytes of requests"
+        elif lane is None and len(self._lanes) >= MAX_LANES:
+            limit = f"{MAX_LANES} lanes"
+        elif lane is not None and len(lane.queue) >= MAX_TURNS_PER_LANE:
+            limit = f"{MAX_TURNS_PER_LANE} requests in a lane"
+        else:
+            return None
+        return OverloadedError(
+            f"expected at most {limit} at once on a connection; wait for a response to end",
+            retry_after_s=RETRY_AFTER_S,
+        )
 
     def steer(self, data: str) -> None:
         """`response.steer`: an event answers it in any case. InvalidRequestError where there is
@@ -150,30 +130,19 @@ class Lanes:
 
     def cancel(self, response_id: str | None, stream_id: str | None) -> None:
         """End the running response of that id, or else of that lane. NotFoundError."""
-        lane = self._find(response_id, stream_id, "response.cancel")
-        lane.is_cancelled = True
-        if lane.running is not None:
-            lane.running.answer.cancel()
+        self._find(response_id, stream_id, "response.cancel").cancel()
 
     def grant(self, response_id: str | None, stream_id: str | None, num: int) -> None:
-        """So many more events of it may be written. NotFoundError."""
-        lane = self._find(response_id, stream_id, "response.grant")
-        running = lane.running
-        if running is None or running.outlet.num_credits is None:
-            raise InvalidRequestError(
-                "credits: expected a response that was created with credits; it needs none",
-                param="credits",
-            )
-        running.outlet.grant(num)
+        """So many more events of it may be written. NotFoundError; InvalidRequestError if it needs
+        none."""
+        self._find(response_id, stream_id, "response.grant").grant(num)
 
     def _find(self, response_id: str | None, stream_id: str | None, what: str) -> Lane:
         if response_id is None:
             lane = self._lanes.get(stream_id)
         else:
-            lane = next(
-                (lane for lane, one in self._all_running() if one.answer.answer_id == response_id),
-                None,
-            )
+            lanes = [one for one in self._lanes.values() if one.response_id == response_id]
+            lane = next((one for one in lanes if stream_id in (None, one.stream_id)), None)
         if lane is None:
             raise NotFoundError(
                 f"{what}: no such response is running on this connection",
@@ -182,10 +151,8 @@ class Lanes:
             )
         return lane
 
-    def _all_running(self) -> Iterator[tuple[Lane, Running]]:
-        for lane in self._lanes.values():
-            if lane.running is not None:
-                yield lane, lane.running
+    def _all_running(self) -> Iterator[Running]:
+        return (lane.running for lane in self._lanes.values() if lane.running is not None)
 
     # --- the connection ----------------------------------------------------------------------
 
@@ -202,6 +169,8 @@ class Lanes:
                 if lane.task is not None:
                     lane.task.cancel()
                 continue
+            if running.outlet.done.is_set():
+                continue  # it has been read, or is somebody else's to read
             running.outlet.detach()
             answer = running.answer
             if code in ON_PURPOSE and isinstance(answer, SocketAnswer):
@@ -210,6 +179,9 @@ class Lanes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def send_error(self, error: Exception, stream_id: str | None) -> None:
+        """Tell of it; what nobody foresaw goes to the log."""
+        if not isinstance(error, StreamkvError):
+            logger.error("a message on a WebSocket failed", exc_info=error)
         event = ErrorEvent(
             status=status_of(error),
             error=error_body(error).error,
@@ -222,45 +194,53 @@ class Lanes:
     async def _run(self, lane: Lane) -> None:
         try:
             while lane.queue and not self._is_over:
-                message = lane.queue[0]
-                await self._serve(lane, message)
-                lane.running = None
-                lane.is_cancelled = False
-                lane.queue.popleft()
-                self._num_pending_bytes -= message.num_bytes
+                await self._serve(lane, lane.queue[0])
+                self._num_pending_bytes -= lane.next().num_bytes
         except WebSocketDisconnect:
             pass  # the reader sees it too, and ends the connection
         finally:
             del self._lanes[lane.stream_id]
 
-    async def _serve(self, lane: Lane, message: Create | Resume) -> None:
+    async def _serve(self, lane: Lane, message: Message) -> None:
         try:
+            if isinstance(message, Refusal):
+                return await self._refuse(lane, message)
             if isinstance(message, Create):
-                answer: Answer | None = await self._create(lane, message)
+                answer = await self._create(lane, message)
             else:
                 answer = await self._resume(lane, message)
-            while isinstance(answer, SocketAnswer) and answer.steers and not self._is_over:
+            while answer is not None and answer.steers and not self._is_over:
                 answer = await self._succeed(lane, answer)
-        except StreamkvError as error:
-            self.send_error(error, lane.stream_id)
         except WebSocketDisconnect:
             raise
         except Exception as error:
-            logger.exception("a lane's request failed")
             self.send_error(error, lane.stream_id)
 
-    async def _create(self, lane: Lane, message: Create) -> SocketAnswer:
+    async def _refuse(self, lane: Lane, refusal: Refusal) -> None:
+        while refusal.num:
+            refusal.num -= 1
+            self.send_error(refusal.error, lane.stream_id)
+            await self._writer.drain()
+            await asyncio.sleep(0)  # there may be many
+
+    async def _create(self, lane: Lane, message: Create) -> SocketAnswer | None:
         body = decode_body(message.data, _create_decoder, not_honoured=SOCKET_NOT_HONOURED)
         waiting = self._steers.waiting_for(body.previous_response_id, lane.stream_id)
-        before = [] if waiting is None else waiting.steering_items
-        asked = await ask(self._websocket, body, self._shelves, before=before)
-        opened = await open_response(
-            self._websocket, asked, self._shelves, self._store_for(body.store)
-        )
-        answer = await self._begin(lane, opened, body.credits)
-        if waiting is not None:
-            self._steers.settle(waiting)
+        if waiting is None:
+            return await self._read(lane, await self._open(lane, body))
+        with waiting.claimed():
+            num, items = len(waiting.steers), waiting.steering_items
+            answer = await self._open(lane, body, before=items)
+            self._steers.settle(waiting, num)
         return await self._read(lane, answer)
+
+    async def _open(
+        self, lane: Lane, body: ResponseRequest, before: Sequence[InputItem] = ()
+    ) -> SocketAnswer:
+        asked = await ask(self._websocket, body, self._shelves, before=before)
+        store = self._store_for(body.store)
+        opened = await open_response(self._websocket, asked, self._shelves, store)
+        return await self._begin(lane, opened, body.credits)
 
     def _store_for(self, wanted: bool | None) -> ResponseStore:
         shared = store_of(self._websocket)
@@ -269,54 +249,81 @@ class Lanes:
     async def _begin(self, lane: Lane, opened: OpenedResponse, credits: int | None) -> SocketAnswer:
         """Let it run in the lane, in the place of what has run there. Raises what keeps it from
         being admitted."""
-        body = opened.asked.body
         try:
-            if self._is_over:
-                raise WebSocketDisconnect
-            options = body.stream_options
-            policy = policy_of(
-                self._websocket,
-                body.on_disconnect,
-                None if options is None else options.resumable,
-                default=OnDisconnect.CONTINUE,
-            )
-            answer = SocketAnswer(self._websocket, opened, policy)
-            self._answers.add(answer)
-            answer.stream_id = lane.stream_id
-            outlet = LaneWriter(self._writer, lane.stream_id, credits=credits)
-            outlet.attach(answer)
-            lane.running = Running(answer, outlet)
-            if lane.is_cancelled:
-                answer.cancel()
-            await answer.start([opened.source])
+            answer = self._new_answer(opened)
         except BaseException:
             opened.abandon()
             raise
+        outlet = self._enter(lane, answer, -1, credits)
+        try:
+            await answer.start([opened.source])
+            if answer.error is not None and not answer.num_events:
+                raise answer.error  # nobody has been told
+        except BaseException as error:
+            outlet.detach()
+            opened.abandon()
+            answer.forget()
+            self._steers.give_up(answer, error)
+            raise
         return answer
 
-    async def _read(self, lane: Lane, answer: SocketAnswer) -> SocketAnswer:
-        """Until its events have been written, or are somebody else's to read."""
-        assert lane.running is not None, "nothing runs in the lane"
-        await lane.running.outlet.done.wait()
+    def _new_answer(self, opened: OpenedResponse) -> SocketAnswer:
+        if self._is_over:
+            raise WebSocketDisconnect
+        body = opened.asked.body
+        policy = policy_of(
+            self._websocket,
+            body.on_disconnect,
+            None if body.stream_options is None else body.stream_options.resumable,
+            default=OnDisconnect.CONTINUE,
+        )
+        answer = SocketAnswer(self._websocket, opened, policy)
+        self._answers.add(answer)
         return answer
 
-    async def _resume(self, lane: Lane, message: Resume) -> Answer:
-        answer = message.answer
-        outlet = LaneWriter(self._writer, lane.stream_id, credits=message.credits)
-        lane.running = Running(answer, outlet)
+    def _enter(self, lane: Lane, answer: Answer, after: int, credits: int | None) -> LaneOutlet:
+        """Read it in this lane from now on. Raises what Answer.attach does."""
+        outlet = LaneOutlet(self._writer, tail=lane_tail(lane.stream_id), credits=credits)
+        outlet.attach(answer, after=after)
         if isinstance(answer, SocketAnswer):
             answer.stream_id = lane.stream_id
         try:
-            with renaming_fields({"after": "starting_after"}):
-                outlet.attach(answer, after=message.after)
-        except StreamkvError:
-            outlet.detach()
-            raise
+            lane.run(answer, outlet)
+        except InvalidRequestError as error:
+            self.send_error(error, lane.stream_id)
+        return outlet
+
+    async def _read(self, lane: Lane, answer: Answer) -> SocketAnswer | None:
+        """Until its events have been written; None if nothing can follow it here."""
+        assert lane.running is not None, "nothing runs in the lane"
+        outlet = lane.running.outlet
+        await outlet.done.wait()
+        return answer if outlet.has_read_all and isinstance(answer, SocketAnswer) else None
+
+    async def _resume(self, lane: Lane, message: Resume) -> SocketAnswer | None:
+        answer = self._find_response(message.response_id)
+        with renaming_fields({"after": "starting_after"}):
+            self._enter(lane, answer, message.after, message.credits)
+        self._answers.num_resumed += 1
         if isinstance(answer, SocketAnswer):
             record = answer.opened.record
             if record.store not in (self._history, store_of(self._websocket)):
                 record.move(self._history)
-        await outlet.done.wait()
+        return await self._read(lane, answer)
+
+    def _find_response(self, response_id: str) -> Answer:
+        """The answer of that very id, which is a response's. NotFoundError."""
+        if not response_id.startswith(RESPONSE):
+            raise response_not_found(response_id)
+        try:
+            answer = self._answers.find_answer(self._websocket, response_id)
+        except NotFoundError as error:
+            if error.code == "request_not_found":
+                raise response_not_found(response_id) from None
+            error.param = "response_id"
+            raise
+        if answer.answer_id != response_id:
+            raise response_not_found(response_id)
         return answer
 
     # --- steering ----------------------------------------------------------------------------
@@ -324,31 +331,30 @@ class Lanes:
     async def _succeed(self, lane: Lane, answer: SocketAnswer) -> SocketAnswer | None:
         """The successor of a response that was steered, once it has been read; None if there is
         none."""
-        if not self._steers.are_due(answer):
+        if answer.is_claimed or not self._steers.are_due(answer):
             return None
-        assert lane.running is not None, "nothing ran in the lane"
-        credits = lane.running.outlet.num_credits
         try:
-            successor = await self._begin(lane, await self._open_successor(answer), credits)
-        except StreamkvError as error:
+            with answer.claimed():
+                opened, num = await self._open_successor(answer)
+                assert lane.running is not None, "nothing ran in the lane"
+                credits = lane.running.outlet.num_credits
+                successor = await self._begin(lane, opened, credits)
+                del answer.steers[:num]
+        except WebSocketDisconnect:
+            raise
+        except Exception as error:
+            if not isinstance(error, StreamkvError):
+                logger.exception("a successor could not be made")
             self._steers.give_up(answer, error)
             return None
-        answer.steers.clear()
         return await self._read(lane, successor)
 
-    async def _open_successor(self, answer: SocketAnswer) -> OpenedResponse:
-        """With all inputs that have come until it is made."""
+    async def _open_successor(self, answer: SocketAnswer) -> tuple[OpenedResponse, int]:
+        """With all inputs that have come until it is made, and the number of them."""
         store = self._store_for(answer.opened.asked.body.store)
         while True:
-            num_steers = len(answer.steers)
+            num = len(answer.steers)
             opened = await open_successor(self._websocket, self._shelves, store, answer)
-            if num_steers == len(answer.steers):
-                return opened
+            if num == len(answer.steers):
+                return opened, num
             opened.abandon()
-
-
-def _overloaded(limit: str) -> OverloadedError:
-    return OverloadedError(
-        f"expected at most {limit} at once on a connection; wait for a response to end",
-        retry_after_s=RETRY_AFTER_S,
-    )

@@ -11,14 +11,13 @@ whose it is.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from ..engine.outputs import TokenLogprob, Usage
-from .wire import json_logprob
+from ..engine.outputs import Usage
+from .ids import RESPONSE, answer_id_of
 
 ResponseStatus: TypeAlias = Literal[
     "queued", "in_progress", "completed", "incomplete", "cancelled", "failed"
@@ -27,50 +26,31 @@ ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 CacheRetention: TypeAlias = Literal["in_memory", "24h"]
 ENDED: frozenset[ResponseStatus] = frozenset({"completed", "incomplete", "cancelled", "failed"})
 
-_ID_PREFIX = "resp_"
 MESSAGE, REASONING, CALL, CALL_OUTPUT = "msg", "rs", "fc", "fco"  # which items ids begin so
 
 
 def response_id_of(name: str | None) -> str:
     """The id of a new response, under a name of the client's if there is one."""
-    return _ID_PREFIX + (name or uuid.uuid4().hex)
+    return answer_id_of(RESPONSE, name)
 
 
 def item_id_of(kind: str, response_id: str, index: int | str) -> str:
     """The id of a response's item: `msg_…`, `fc_…`, `rs_…`."""
-    return f"{kind}_{response_id.removeprefix(_ID_PREFIX)}_{index}"
+    return f"{kind}_{response_id.removeprefix(RESPONSE)}_{index}"
 
 
 def owner_of_item(item_id: str) -> str:
     """The id of the response that made an item of that id, if one did."""
     name = item_id.partition("_")[2].rpartition("_")[0]
-    return _ID_PREFIX + name
+    return RESPONSE + name
 
 
 # --- what is in the output --------------------------------------------------------------------
 
 
-class TopLogprobBody(Struct, frozen=True):
-    token: str
-    bytes: list[int]
-    logprob: float
-
-
-class LogprobBody(Struct, frozen=True):
-    token: str
-    bytes: list[int]
-    logprob: float
-    top_logprobs: list[TopLogprobBody]
-
-    @classmethod
-    def build(cls, logprob: TokenLogprob) -> LogprobBody:
-        top = [TopLogprobBody(t.token, list(t.bytes), json_logprob(t.logprob)) for t in logprob.top]
-        return cls(logprob.token, list(logprob.bytes), json_logprob(logprob.logprob), top)
-
-
 class OutputText(Struct, frozen=True, kw_only=True, tag="output_text"):
     annotations: tuple[()] = ()
-    logprobs: Raw = Raw(b"[]")  # LogprobBody's
+    logprobs: Raw = Raw(b"[]")  # ContentLogprob's
     text: str = ""
 
 

@@ -22,6 +22,8 @@ from ..errors import InvalidRequestError
 from ..protocol import SamplingParams
 from .answer import Source
 from .answer_format import AnswerPlan, plan_answer
+from .deltas import cut
+from .ids import engine_id_of
 from .metrics import metrics_of, observed
 from .request_fields import limit_tokens
 from .response_input import read_turn
@@ -34,7 +36,6 @@ from .response_tools import read_tool_choice, read_tools
 from .response_writer import ResponseWriter
 from .wire import ready_engine
 
-_PIECE_LEN = 4096  # of a whole answer's characters and tokens: reading more would hold up the loop
 _PREPARING = SamplingParams(max_tokens=1, temperature=0.0)  # whose one token is nobody's
 
 
@@ -119,15 +120,10 @@ async def _collect(stream: TokenStream, writer: ResponseWriter) -> None:
             writer.push(0, delta)
         return
     for whole in await stream.collect():
-        text, token_ids = whole.text, whole.token_ids
-        pieces = range(0, max(len(text), len(token_ids)) - _PIECE_LEN, _PIECE_LEN)
-        for start in pieces:
-            end = start + _PIECE_LEN
-            writer.push(0, TokenDelta(0, text[start:end], token_ids[start:end]))
+        delta = TokenDelta(0, whole.text, whole.token_ids, finish_reason=whole.finish_reason)
+        for piece in cut(delta):
+            writer.push(0, piece)
             await asyncio.sleep(0)
-        rest = len(pieces) * _PIECE_LEN
-        last = TokenDelta(0, text[rest:], token_ids[rest:], finish_reason=whole.finish_reason)
-        writer.push(0, last)
 
 
 async def ask(
@@ -185,7 +181,7 @@ async def open_response(
     stream = engine.generate(
         prompt,
         limit_tokens(how, engine, len(prompt)),
-        request_id=response.id,
+        request_id=engine_id_of(response.id),
         **body.for_engine(connection),
     )
     writer = ResponseWriter(response, reader=plan.reader(), generates=body.generates)

@@ -21,6 +21,7 @@ from msgspec import Struct, structs
 from ..engine.outputs import TokenLogprob
 from .answer import Event
 from .json_list import JsonList
+from .logprobs import content_logprobs
 from .response_events import (
     ArgumentsDone,
     ContentPartAdded,
@@ -35,7 +36,6 @@ from .response_events import (
 from .response_object import (
     FunctionCall,
     ItemStatus,
-    LogprobBody,
     OutputItem,
     OutputMessage,
     OutputText,
@@ -77,9 +77,9 @@ class MessageWriting:
         return _open(self._numbers, self.index, self._item, OutputText())
 
     def delta_with(self, text: str, logprobs: Sequence[TokenLogprob]) -> Event:
-        bodies = [LogprobBody.build(logprob) for logprob in logprobs]
-        self._logprobs.extend(bodies)
-        return self._deltas.with_logprobs(text, bodies)
+        entries = content_logprobs(logprobs)
+        self._logprobs.extend(entries)
+        return self._deltas.with_logprobs(text, entries)
 
     def item(self, status: ItemStatus) -> OutputMessage:
         """The item so far."""

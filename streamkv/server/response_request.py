@@ -23,9 +23,10 @@ from msgspec import Meta, Struct
 
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
+from .bounds import at_most
 from .messages import ReasoningEffort, TemplateKwargs, template_variables
-from .request_fields import COMPLETIONS_ONLY, SAMPLING_NOT_HONOURED
-from .response_format import Structure, StructureFields
+from .request_fields import COMPLETIONS_ONLY, MAX_LIST_BYTES, SAMPLING_NOT_HONOURED
+from .response_format import MAX_STRUCTURE_BYTES, Structure, StructureFields
 from .response_items import InputItem
 from .response_object import CacheRetention, ReasoningConfig, Response
 from .response_tools import (
@@ -40,6 +41,9 @@ from .wire import NotHonoured, renaming_fields
 MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 Label: TypeAlias = Annotated[str, Meta(max_length=4096)]
 MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
+Metadata: TypeAlias = Annotated[
+    dict[MetadataKey, MetadataValue], Meta(max_length=16), at_most(MAX_LIST_BYTES)
+]
 
 _OF_FUNCTION = re.compile(r"^(tools\[\d+\])\.function\b")
 
@@ -71,7 +75,7 @@ _NOT_HONOURED: NotHonoured = {
     "response_format": (),
     "return_token_ids": (False,),
 }
-HTTP_NOT_HONOURED: NotHonoured = {**_NOT_HONOURED, "credits": ()}
+HTTP_NOT_HONOURED: NotHonoured = {**_NOT_HONOURED, "credits": (), "stream_id": ()}
 SOCKET_NOT_HONOURED: NotHonoured = {  # it always streams, to somebody
     **_NOT_HONOURED,
     "background": (False,),
@@ -125,8 +129,8 @@ class ResponseRequest(StructureFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[Includable] | None = None
     previous_response_id: str | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
-    text: TextFields | None = None
+    metadata: Metadata | None = None
+    text: Annotated[TextFields, at_most(MAX_STRUCTURE_BYTES)] | None = None
     reasoning: ReasoningFields | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None

@@ -70,8 +70,7 @@ async def get_response(request: Request) -> ASGIApp:
     record, query = _record(request), request.query_params
     if not _flag(query, "stream"):
         return json_response(record.response)
-    text = query.get("starting_after")
-    after = last_event_id(request) if text is None else event_number(text, "starting_after")
+    after = last_event_id(request, "starting_after")
     answer = _answer_with_log(request, record)
     if answer is not None:
         with renaming_fields({"after": "starting_after"}):
@@ -108,6 +107,7 @@ async def delete_response(request: Request) -> ASGIApp:
     if not record.has_ended:
         await _cancel(request, record)
     store_of(request).remove(record.owner, record.id)
+    answers_of(request).forget(record.owner, record.id)
     return json_response(Deleted(record.id))
 
 
@@ -149,20 +149,23 @@ async def list_input_items(request: Request) -> ASGIApp:
     limit = event_number(query.get("limit", str(NUM_ITEMS)), "limit")
     if not 1 <= limit <= MAX_ITEMS:
         raise InvalidRequestError(f"limit: expected 1 to {MAX_ITEMS}, got {limit}", param="limit")
-    items = await off_loop(record.turn.num_items, record.turn.before)
+    listed = await off_loop(record.turn.num_items, lambda: _page(record, query, order, limit))
+    return json_response(listed)
+
+
+def _page(record: Record, query: QueryParams, order: str, limit: int) -> ItemList:
+    items = record.turn.before()
     if order == "desc":
         items.reverse()
     ids = [item_id for item_id, _ in items]
     start = _place(ids, query, "after") + 1 if "after" in query else 0
     end = _place(ids, query, "before") if "before" in query else len(items)
     page = items[start : min(end, start + limit)]
-    return json_response(
-        ItemList(
-            data=[item_body(item, item_id) for item_id, item in page],
-            first_id=page[0][0] if page else None,
-            last_id=page[-1][0] if page else None,
-            has_more=start + limit < end,
-        )
+    return ItemList(
+        data=[item_body(item, item_id) for item_id, item in page],
+        first_id=page[0][0] if page else None,
+        last_id=page[-1][0] if page else None,
+        has_more=start + limit < end,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from ..errors import InvalidRequestError, StreamkvError
+from ..errors import InvalidRequestError
 from .answer import Answer
 from .response_answer import SocketAnswer
 from .response_events import Numbers
@@ -27,6 +27,7 @@ from .steering import (
     read_command,
     read_items,
 )
+from .wire import error_body
 from .ws_outlet import SocketWriter
 
 MAX_WAITING = 64  # responses whose steering waits for the outputs of their calls
@@ -84,7 +85,7 @@ class Steers:
                 "response_not_found",
                 f"previous_response_id: no response {wanted!r:.300} runs on this connection",
             )
-        if record.response.status == "completed":
+        if record.has_ended and record.response.status == "completed":
             raise SteerError(
                 "response_already_completed",
                 f"previous_response_id: {wanted!r:.300} has completed; send response.create",
@@ -120,8 +121,6 @@ class Steers:
     def are_due(self, answer: SocketAnswer) -> bool:
         """Whether a response that has ended has a successor now. If not, its inputs wait for what
         it asks for, or go back."""
-        if not answer.is_ended:
-            return False  # somebody else reads it
         response = answer.opened.record.response
         if response.status in ("failed", "cancelled"):
             self.give_up(answer, InvalidRequestError(f"the response was {response.status}"))
@@ -130,12 +129,14 @@ class Steers:
         if calls:
             self._wait(answer)
             for steer in answer.steers:
-                answer.tell(functools.partial(pending_event, steer, calls), self._writer)
+                if not steer.is_pending:
+                    steer.is_pending = True
+                    answer.tell(functools.partial(pending_event, steer, calls), self._writer)
         return not calls
 
-    def give_up(self, answer: SocketAnswer, error: StreamkvError) -> None:
+    def give_up(self, answer: SocketAnswer, error: BaseException) -> None:
         """There will be no successor: the inputs go back."""
-        failure = SteerError("successor_creation_failed", error.message)
+        failure = SteerError("successor_creation_failed", error_body(error).error.message)
         for steer in answer.steers:
             answer.tell(functools.partial(failed_event, steer, failure), self._writer)
         answer.steers.clear()
@@ -143,11 +144,15 @@ class Steers:
     def waiting_for(self, response_id: str | None, stream_id: str | None) -> SocketAnswer | None:
         """The response whose inputs wait for a request that goes on from it in its lane."""
         answer = self._waiting.get(response_id or "")
-        return answer if answer is not None and answer.stream_id == stream_id else None
+        if answer is None or answer.is_claimed or answer.stream_id != stream_id:
+            return None
+        return answer
 
-    def settle(self, answer: SocketAnswer) -> None:
-        """Its inputs are in a response that has been created."""
-        self._waiting.pop(answer.answer_id, None)
+    def settle(self, answer: SocketAnswer, num: int) -> None:
+        """The first of its inputs, so many, are in a response that has been created."""
+        del answer.steers[:num]
+        if not answer.steers:
+            self._waiting.pop(answer.answer_id, None)
 
     def _wait(self, answer: SocketAnswer) -> None:
         self._waiting[answer.answer_id] = answer

@@ -8,19 +8,23 @@ what a response tells of them is what the client sent, so far as it is known her
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, Required, TypeAlias, cast
 
 from msgspec import UNSET, Meta, Raw, Struct
 
 from ..errors import InvalidRequestError
 from ..sampling import StructuredOutputs
+from .bounds import at_most
 from .response_format import NULL, Structure
 from .response_object import TextConfig, TextFormat
 from .tools import (
     MAX_TOOLS,
+    MAX_TOOLS_BYTES,
     AllowedToolList,
     AllowedTools,
     Choice,
+    Function,
+    FunctionFields,
     FunctionName,
     FunctionNamed,
     NamedTool,
@@ -32,17 +36,14 @@ from .wire import renaming_fields
 # --- tools ------------------------------------------------------------------------------------
 
 
-class ToolFields(Struct, frozen=True, kw_only=True):
+class ToolFields(FunctionFields, total=False):
     """A tool as the client sends it. Of those that aren't functions only the type is read."""
 
-    type: str
-    name: FunctionName | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None
+    type: Required[str]
+    name: FunctionName | None
 
 
-Tools: TypeAlias = Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)]
+Tools: TypeAlias = Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS), at_most(MAX_TOOLS_BYTES)]
 
 
 def read_tools(tools: Sequence[ToolFields] | None) -> list[Tool]:
@@ -51,21 +52,17 @@ def read_tools(tools: Sequence[ToolFields] | None) -> list[Tool]:
 
 
 def _tool(tool: ToolFields, param: str) -> Tool:
-    if tool.type != "function":
+    if tool["type"] != "function":
         raise InvalidRequestError(
-            f"{param}.type: expected 'function', got {tool.type!r:.100}; this server has no tools "
-            "of its own",
+            f"{param}.type: expected 'function', got {tool['type']!r:.100}; this server has no "
+            "tools of its own",
             param=f"{param}.type",
             code="unsupported",
         )
-    if tool.name is None:
+    given = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    if "name" not in given:
         raise InvalidRequestError(f"{param}.name: required field is missing", param=f"{param}.name")
-    function: dict[str, Any] = {"name": tool.name}
-    for name in ("description", "parameters", "strict"):
-        value = getattr(tool, name)
-        if value is not None:
-            function[name] = value
-    return Tool(type="function", function=function)  # type: ignore[typeddict-item]
+    return Tool(type="function", function=cast("Function", given))
 
 
 # --- tool_choice ------------------------------------------------------------------------------
@@ -80,7 +77,9 @@ class NamedToolFields(Struct, frozen=True, omit_defaults=True):
     tools: Annotated[list[NamedToolFields], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
 
 
-ToolChoiceFields: TypeAlias = Literal["none", "auto", "required"] | NamedToolFields
+ToolChoiceFields: TypeAlias = Annotated[
+    Literal["none", "auto", "required"] | NamedToolFields, at_most(MAX_TOOLS_BYTES)
+]
 
 
 def read_tool_choice(given: ToolChoiceFields | None, tools: Sequence[Tool]) -> Choice:

@@ -46,6 +46,7 @@ from .response_object import (
     ENDED,
     MESSAGE,
     REASONING,
+    FunctionCall,
     IncompleteDetails,
     ItemStatus,
     OutputItem,
@@ -93,7 +94,9 @@ class ResponseWriter:
     @property
     def has_calls(self) -> bool:
         """Whether it has begun to call a function."""
-        return isinstance(self._item, CallWriting) or bool(self.response_so_far().calls)
+        if isinstance(self._item, CallWriting):
+            return True
+        return any(isinstance(item, FunctionCall) for item in self._items)
 
     def response_so_far(self) -> Response:
         """The response with what it has of its output."""

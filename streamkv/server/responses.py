@@ -19,7 +19,7 @@ from .answers import answers_of
 from .response_object import response_id_of
 from .response_opening import OpenedResponse, ask, open_response
 from .response_request import HTTP_NOT_HONOURED, ResponseRequest
-from .response_store import shelves_of, store_of
+from .response_store import response_not_found, shelves_of, store_of
 from .sse import collect_answer, last_event_id, resume_answer, stream_answer
 from .streams import policy_of
 from .wire import json_response, read_body
@@ -34,7 +34,10 @@ async def create_response(request: Request) -> ASGIApp:
     _check(request, body)
     after = last_event_id(request)
     if after is not None:  # the same request again, to go on with what came of it
-        answer = answers_of(request).find_answer(request, response_id_of(body.request_id))
+        response_id = response_id_of(body.request_id)
+        answer = answers_of(request).find_answer(request, response_id)
+        if answer.answer_id != response_id:  # another endpoint's, of a like name
+            raise response_not_found(response_id)
         return resume_answer(answer, request, after)
     shelves, store = shelves_of(request), store_of(request)
     asked = await ask(request, body, shelves)
@@ -57,7 +60,24 @@ def _check(request: Request, body: ResponseRequest) -> None:
             "background_options: only allowed with background: true; leave it out",
             param="background_options",
         )
-    if body.background and not store_of(request).is_on:
+    if body.background:
+        _check_background(request, body)
+
+
+def _check_background(request: Request, body: ResponseRequest) -> None:
+    """It goes on whoever leaves, and its client comes back for it."""
+    if body.on_disconnect not in (None, OnDisconnect.CONTINUE):
+        raise InvalidRequestError(
+            f"on_disconnect: expected 'continue' with background, got '{body.on_disconnect}'; "
+            "leave it out",
+            param="on_disconnect",
+        )
+    if body.stream_options is not None and body.stream_options.resumable is False:
+        raise InvalidRequestError(
+            "stream_options.resumable: expected true with background; leave it out",
+            param="stream_options.resumable",
+        )
+    if not store_of(request).is_on:
         raise InvalidRequestError(
             "background: this server stores no responses (--response-store-mib 0), so nobody could "
             "come back for it; leave it out",

@@ -34,10 +34,11 @@ from msgspec import Meta, Struct
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ..errors import InvalidRequestError, StreamkvError
+from ..errors import InvalidRequestError
 from .auth import accepted_subprotocol
 from .request_fields import Name
-from .response_lanes import Create, Lanes
+from .response_lane import Create, Resume
+from .response_lanes import Lanes
 from .wire import decode_body, engine_of, server_config
 from .ws_outlet import SocketWriter
 
@@ -49,16 +50,22 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class ClientEvent(Struct, frozen=True, kw_only=True):
-    """What all client events share, and what our own have."""
+    """What all client events share: enough to know whose they are."""
 
     type: str
     stream_id: Name | None = None
+
+
+class Command(ClientEvent, frozen=True, kw_only=True):
+    """What our own have."""
+
     response_id: str | None = None
     starting_after: Annotated[int, Meta(ge=-1, le=2**53)] | None = None
     credits: Count | None = None
 
 
 _decoder = msgspec.json.Decoder(ClientEvent)
+_command_decoder = msgspec.json.Decoder(Command)
 
 
 class ResponsesSocket:
@@ -109,7 +116,8 @@ class ResponsesSocket:
             if num_bytes > self._max_message_bytes:
                 return MESSAGE_TOO_BIG
             self._handle(text, num_bytes)
-            await self._writer.drain()
+            with suppress(WebSocketDisconnect):  # what was sent before it ended is read first
+                await self._writer.drain()
 
     def _handle(self, text: str | None, num_bytes: int) -> None:
         stream_id: str | None = None
@@ -119,28 +127,17 @@ class ResponsesSocket:
             event = decode_body(text, _decoder)
             stream_id = event.stream_id
             self._dispatch(event, text, num_bytes)
-        except StreamkvError as error:
+        except Exception as error:
             self._lanes.send_error(error, stream_id)
 
     def _dispatch(self, event: ClientEvent, text: str, num_bytes: int) -> None:
-        lanes = self._lanes
         match event.type:
             case "response.create":
-                lanes.add(Create(text, num_bytes), event.stream_id)
+                self._lanes.create(Create(text, num_bytes), event.stream_id)
             case "response.steer":
-                lanes.steer(text)
-            case "response.cancel":
-                lanes.cancel(event.response_id, event.stream_id)
-            case "response.grant":
-                lanes.grant(event.response_id, event.stream_id, _given(event, "credits"))
-            case "response.resume":
-                lanes.resume(
-                    _given(event, "response_id"),
-                    after=-1 if event.starting_after is None else event.starting_after,
-                    stream_id=event.stream_id,
-                    credits=event.credits,
-                    num_bytes=num_bytes,
-                )
+                self._lanes.steer(text)
+            case "response.cancel" | "response.grant" | "response.resume":
+                self._obey(decode_body(text, _command_decoder), num_bytes)
             case other:
                 raise InvalidRequestError(
                     "type: expected response.create, response.steer, response.cancel, "
@@ -148,9 +145,21 @@ class ResponsesSocket:
                     param="type",
                 )
 
+    def _obey(self, command: Command, num_bytes: int) -> None:
+        response_id, stream_id = command.response_id, command.stream_id
+        match command.type:
+            case "response.cancel":
+                self._lanes.cancel(response_id, stream_id)
+            case "response.grant":
+                self._lanes.grant(response_id, stream_id, _given(command, "credits"))
+            case _:
+                after = -1 if command.starting_after is None else command.starting_after
+                given: str = _given(command, "response_id")
+                self._lanes.resume(Resume(given, after, command.credits, num_bytes), stream_id)
 
-def _given(event: ClientEvent, name: str) -> Any:
-    value = getattr(event, name)
+
+def _given(command: Command, name: str) -> Any:
+    value = getattr(command, name)
     if value is None:
         raise InvalidRequestError(f"{name}: required field is missing", param=name)
     return value

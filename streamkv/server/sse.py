@@ -73,12 +73,15 @@ def resume_answer(answer: Answer, request: Request, after: int) -> ASGIApp:
         raise answer.error
     if answer.is_ended and after == answer.num_events - 1:
         return Response(status_code=204)
+    if request.method == "HEAD":  # it is there; reading it is somebody else's
+        return _send_head
     stream = _EventStream(answer, request.receive, is_open=False)
     try:
         answer.attach(stream, after=after)
     except StreamkvError:
         stream.stop_watching()
         raise
+    answers_of(request).num_resumed += 1
     return stream
 
 
@@ -113,10 +116,16 @@ async def collect_answer(
     return content if isinstance(content, Response) else json_response(content)
 
 
-def last_event_id(request: Request) -> int | None:
-    """The header Last-Event-ID; None without one. InvalidRequestError if it is no number."""
-    text = request.headers.get("last-event-id", "")
-    return event_number(text, "Last-Event-ID") if text else None
+def last_event_id(request: Request, parameter: str = "") -> int | None:
+    """The number of the last event that a client has got, by the header Last-Event-ID or else by
+    that parameter of the query; None without them. InvalidRequestError if it is no number.
+
+    An EventSource that connects again sends the header, to the same address as before.
+    """
+    name, text = "Last-Event-ID", request.headers.get("last-event-id", "")
+    if not text:
+        name, text = parameter, request.query_params.get(parameter, "")
+    return event_number(text, name) if text else None
 
 
 def event_number(text: str, param: str) -> int:
@@ -140,6 +149,12 @@ def error_frame(error: BaseException) -> bytes:
     return b"data: %b\n\n" % encode(error_body(error))
 
 
+async def _send_head(scope: Scope, receive: Receive, send: Send) -> None:
+    """The response to a HEAD."""
+    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 async def _watch(receive: Receive, on_lost: Callable[[], None]) -> None:
     """Call it as soon as the client is gone. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
@@ -156,8 +171,9 @@ class _EventStream:
         self._answer = answer
         self._has_ids = answer.log is not None
         self._held = bytearray()  # for the task to send
-        self._direct: BodyWriter | None = None  # once the head is sent
+        self._write: Callable[[bytes], None] = self._hold  # a BodyWriter's once the head is sent
         self._num_written = 0
+        self._is_begun = False
         self._is_over = False
         self._is_lost = False
         self._changed = asyncio.Event()
@@ -178,22 +194,19 @@ class _EventStream:
             data = frame(number, event)
         else:
             data = b"data: %b\n\n" % event.data
-        if self._direct is not None:
-            self._direct.write(data)
-        else:
-            self._write(data)
+        self._write(data)
 
     def ended(self) -> None:
         self.is_open = False
         self._is_over = True
+        error = self._early_error()
+        if error is not None and self._is_begun:
+            self._write(error_frame(error))
         self._changed.set()
 
-    def _write(self, data: bytes) -> None:
-        if self._direct is not None:
-            self._direct.write(data)
-        else:
-            self._held += data
-            self._changed.set()
+    def _hold(self, data: bytes) -> None:
+        self._held += data
+        self._changed.set()
 
     def _lose(self) -> None:
         self.is_open = False
@@ -215,21 +228,21 @@ class _EventStream:
         try:
             await self._changed.wait()
             if not self._is_lost:
-                self._raise_early_error()
-                await self._send_all(direct_writer(scope), send)
+                await self._respond(direct_writer(scope), send)
         finally:
             self.stop_watching()
             self._ticker.cancel()
             self._answer.detach(self)
 
-    def _raise_early_error(self) -> None:
+    async def _respond(self, direct: BodyWriter | None, send: Send) -> None:
         error = self._early_error()
-        if error is not None and not self._held:
+        if error is not None:
             raise error
-
-    async def _send_all(self, direct: BodyWriter | None, send: Send) -> None:
+        self._is_begun = True
         self.is_open = False
         if direct is not None:
+            direct.on_paused, direct.on_resumed = self._close, self._open
+            direct.on_lost = self._lose
             direct.begin()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         if direct is not None:
@@ -237,16 +250,13 @@ class _EventStream:
         else:
             await self._send_pieces(send)
         if not self._is_lost:
-            error = self._early_error()
-            last = b"" if error is None else error_frame(error)
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_directly(self, direct: BodyWriter) -> None:
-        direct.on_paused, direct.on_resumed, direct.on_lost = self._close, self._open, self._lose
         if self._held:
             direct.write(bytes(self._held))
             self._held.clear()
-        self._direct = direct
+        self._write = direct.write
         if direct.is_writable:
             self._open()
         while not (self._is_over or self._is_lost):
@@ -273,8 +283,7 @@ class _EventStream:
 
     def _tick(self, num_written: int = -1) -> None:
         """A comment, if nothing was written since the last time."""
-        takes_comment = self._direct is None or self.is_open
-        if num_written == self._num_written and takes_comment and not self._held:
+        if num_written == self._num_written and self.is_open:
             self._write(_COMMENT)
         loop = asyncio.get_running_loop()
         self._ticker = loop.call_later(KEEP_ALIVE_S / 2, self._tick, self._num_written)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -49,13 +49,14 @@ class SteerError(InvalidRequestError):
         super().__init__(message, code=code)
 
 
-class Steer(NamedTuple):
+class Steer(Struct, kw_only=True):
     """An input that was accepted."""
 
     id: str
     response_id: str
     input: Raw  # as it was sent
     items: Sequence[InputItem]
+    is_pending: bool = False  # the client has been told that it waits
 
 
 # --- events -----------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ def failed_event(steer: Steer | SteerCommand, error: SteerError, numbers: Number
 
 _NAMES = frozenset({"type", "previous_response_id", "input"})
 _PARTS = ("input_text",)
+_ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
 _command_decoder = msgspec.json.Decoder(SteerCommand)
 _names_decoder = msgspec.json.Decoder(dict[str, Raw])
 _input_decoder = msgspec.json.Decoder(str | list[InputItem])
@@ -134,21 +136,24 @@ _input_decoder = msgspec.json.Decoder(str | list[InputItem])
 def read_command(data: str) -> SteerCommand:
     """The event. InvalidRequestError where there is nothing to give back."""
     command = decode_body(data, _command_decoder)
-    if bytes(memoryview(command.input)[:1]) not in (b'"', b"["):
+    given = bytes(command.input)
+    if given[:1] not in (b'"', b"["):
         raise InvalidRequestError(
             "input: expected text or a list of messages of the user", param="input"
         )
-    return command
+    if b"\n" in given or b"\r" in given:  # between values; an event is one line
+        given = given.translate(_ONE_LINE)
+    return SteerCommand(previous_response_id=command.previous_response_id, input=Raw(given))
 
 
 def read_items(data: str, command: SteerCommand) -> list[InputItem]:
     """What is to be said to the model. SteerError."""
-    others = _names_decoder.decode(data).keys() - _NAMES
-    if others:
-        raise SteerError(
-            "invalid_input", f"{min(others)}: expected only {', '.join(sorted(_NAMES))}"
-        )
     try:
+        others = decode_body(data, _names_decoder).keys() - _NAMES
+        if others:
+            raise InvalidRequestError(
+                f"{min(others):.300}: expected only {', '.join(sorted(_NAMES))}"
+            )
         given = decode_body(bytes(command.input), _input_decoder)
         items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
         if not items or items[0].content == "":
@@ -174,5 +179,8 @@ def _check(item: InputItem, param: str) -> None:
 
 def new_steer(command: SteerCommand, items: Sequence[InputItem]) -> Steer:
     return Steer(
-        f"steer_{uuid.uuid4().hex}", command.previous_response_id, Raw(bytes(command.input)), items
+        id=f"steer_{uuid.uuid4().hex}",
+        response_id=command.previous_response_id,
+        input=command.input,
+        items=items,
     )

@@ -9,14 +9,13 @@ same 404.
 from __future__ import annotations
 
 from starlette.requests import HTTPConnection, Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from ..errors import InvalidRequestError
 from .answer import PLAIN, OnDisconnect, Policy
 from .answers import Ended, answers_of, result_of
-from .sse import event_number, last_event_id, resume_answer
+from .sse import last_event_id, resume_answer
 from .wire import json_response
 
 
@@ -60,10 +59,7 @@ def policy_of(
 async def get_stream(request: Request) -> ASGIApp:
     answer_id = request.path_params["id"]
     answer = answers_of(request).find_answer(request, answer_id)
-    if request.method == "HEAD":  # it is there; reading it is somebody else's
-        return Response()
-    text = request.query_params.get("after", "")
-    after = event_number(text, "after") if text else last_event_id(request)
+    after = last_event_id(request, "after")
     return resume_answer(answer, request, -1 if after is None else after)
 
 

@@ -8,22 +8,27 @@ write them out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from msgspec import Meta, Struct
 
 from ..errors import InvalidRequestError
+from .bounds import at_most
 
 MAX_TOOLS = 1024
+MAX_TOOLS_BYTES = 1 << 18
 
 FunctionName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class Function(TypedDict, total=False):
-    name: Required[FunctionName]
+class FunctionFields(TypedDict, total=False):
     description: str | None
     parameters: dict[str, Any] | None  # a JSON schema
     strict: bool | None
+
+
+class Function(FunctionFields):
+    name: FunctionName
 
 
 class Tool(TypedDict):
@@ -31,7 +36,7 @@ class Tool(TypedDict):
     function: Function
 
 
-Tools: TypeAlias = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+Tools: TypeAlias = Annotated[list[Tool], Meta(max_length=MAX_TOOLS), at_most(MAX_TOOLS_BYTES)]
 
 
 class FunctionNamed(Struct, frozen=True):
@@ -55,7 +60,9 @@ class AllowedTools(Struct, frozen=True, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedToolList
 
 
-ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+ToolChoice: TypeAlias = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools, at_most(MAX_TOOLS_BYTES)
+]
 
 
 class Choice(NamedTuple):

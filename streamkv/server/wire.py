@@ -1,6 +1,6 @@
 """What all endpoints share on the wire: body reading and the one error map.
 
-Owns how bytes become Structs (size limit, nesting limit, the path of a bad field as `param`) and
+Owns how bytes become Structs (limits of size and nesting, the path of a bad field as `param`) and
 how exceptions become statuses and OpenAI error bodies. Knows nothing about any one endpoint.
 Invariant: JSON is read and written by msgspec codecs only, and no number on the wire is NaN or
 infinite. A field we know but don't honour is an InvalidRequestError, never ignored; a field we
@@ -41,6 +41,7 @@ from ..errors import (
     PayloadTooLargeError,
     StreamkvError,
 )
+from .bounds import bounded, fields_decoder, uncollected
 
 T = TypeVar("T")
 
@@ -157,7 +158,6 @@ _FAULT = re.compile(r"\(byte (\d+)\)")
 _SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE_LEN = 16  # a pair of escapes and what may close the document after one
 _MAX_OFF_BYTES = 256  # no value that means "off" is written longer
-_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 NotHonoured = Mapping[str, tuple[Any, ...]]
 """Field name -> the values that mean "off"; null always does. Any other value is a 400."""
@@ -190,17 +190,19 @@ def decode_body(
     not_honoured: NotHonoured | None = None,
 ) -> T:
     """A JSON document as a Struct; InvalidRequestError names the field at fault as `param`."""
+    document = data
     try:
         if isinstance(data, bytes) and not data.isascii():
             data.decode()  # what is skipped, or kept as it is, would not be looked at
-        body = decoder.decode(data)
-        for name, raw in _raw_decoder.decode(data).items() if not_honoured else ():
-            if not_honoured is not None and name in not_honoured:
-                _check_off(name, raw, not_honoured[name])
+        document = bounded(data, decoder.type)
+        with uncollected(len(data)):
+            body = decoder.decode(document)
+        if not_honoured:
+            _check_not_honoured(data, not_honoured)
     except msgspec.ValidationError as exc:
         raise _validation_error(str(exc)) from None
     except (msgspec.DecodeError, UnicodeError) as exc:
-        raise _decode_error(data, str(exc)) from None
+        raise _decode_error(document, str(exc)) from None
     except RecursionError:
         raise InvalidRequestError("body: nested too deeply; send a flatter document") from None
     return body
@@ -217,6 +219,12 @@ def _decode_error(data: bytes | str, reason: str) -> InvalidRequestError:
     ):
         reason = "a string has a lone surrogate, half of a character written as two \\u escapes"
     return InvalidRequestError(f"body: expected JSON in UTF-8; {reason}")
+
+
+def _check_not_honoured(data: bytes | str, not_honoured: NotHonoured) -> None:
+    fields = fields_decoder(tuple(not_honoured)).decode(data)
+    for name, off_values in not_honoured.items():
+        _check_off(name, getattr(fields, name), off_values)
 
 
 def _check_off(name: str, raw: msgspec.Raw, off_values: tuple[Any, ...]) -> None:

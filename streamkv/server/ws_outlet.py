@@ -128,17 +128,26 @@ class SocketWriter:
 class LaneOutlet:
     """Where one answer writes on a connection. With credits, each event takes one."""
 
-    def __init__(self, writer: SocketWriter, *, credits: int | None = None) -> None:
+    def __init__(
+        self, writer: SocketWriter, *, tail: bytes = b"", credits: int | None = None
+    ) -> None:
+        """`tail` stands in the place of each event's last brace; if empty, the brace stays."""
         self.done = asyncio.Event()  # its answer has nothing more for it
+        self.has_read_all = False  # nobody took over before the answer's end
         self.num_credits = credits  # None: as many as it likes
         self._writer = writer
+        self._tail = tail
         self._answer: Answer | None = None
-        writer.add(self)
 
     def attach(self, answer: Answer, *, after: int = -1) -> None:
         """Read this answer, as Answer.attach does. It may not have been started yet."""
         self._answer = answer
-        answer.attach(self, after=after)
+        self._writer.add(self)
+        try:
+            answer.attach(self, after=after)
+        except BaseException:
+            self._writer.remove(self)
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -152,9 +161,12 @@ class LaneOutlet:
     def write(self, number: int, event: Event) -> None:
         if self.num_credits is not None:
             self.num_credits -= 1
-        self._writer.write(event.data)
+        data, tail = event.data, self._tail
+        self._writer.write(data[:-1] + tail if tail else data)
 
     def ended(self) -> None:
+        answer = self._answer
+        self.has_read_all = answer is not None and answer.is_ended and not answer.has_reader
         self._writer.remove(self)
         self.done.set()
 

@@ -2,11 +2,13 @@
 
 Owns the framing, and what uvicorn leaves unanswered. Knows nothing about endpoints. Invariants:
 every handshake is answered in OpenAI's shape of an error, also one that can't be parsed; a
-connection that was lost without a close frame is told from one that the client closed (1006).
+connection that was lost without a close frame is told from one that the client closed (1006);
+whoever writes hears of a close at once, and not when the client has taken what waits for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from http import HTTPStatus
 from typing import Any
@@ -20,20 +22,22 @@ from websockets.http11 import Request as Handshake
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
-from .direct_write import WRITE, DirectWriter, batch_of
+from .direct_write import WRITE, DirectWriter, WritersProtocol, batch_of
 from .wire import encode, http_error_body
 
+_READ_HERE = ("connection", "upgrade", "sec-websocket-")  # names of headers
 ABNORMAL_CLOSURE = 1006  # RFC 6455, section 7.4.1
+STUCK_S = 20.0  # a client that takes nothing for so long after a close is dropped
 
 
 class _Handshake(ServerProtocol):
-    """Refusals are errors in JSON; a header that can't even be read is the client's fault."""
+    """Refusals are errors in JSON, also that of a header that the parser can't read."""
 
     def accept(self, request: Handshake) -> Response:
-        response = super().accept(request)
-        if response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
-            return self.reject(HTTPStatus.BAD_REQUEST, "a header has bytes that it can't have")
-        return response
+        for name, value in request.headers.raw_items():
+            if not value.isascii() and name.lower().startswith(_READ_HERE):
+                return self.reject(HTTPStatus.BAD_REQUEST, f"{name}: expected ASCII")
+        return super().accept(request)
 
     def reject(self, status: Any, text: str) -> Response:
         response = super().reject(status, text)
@@ -50,11 +54,8 @@ class FrameWriter(DirectWriter):
 
     def __init__(self, protocol: WebSocketProtocol) -> None:
         super().__init__(batch_of(protocol.config), protocol.transport)
-        self._protocol = protocol
 
     def _framed(self, pieces: list[bytes]) -> bytes:
-        if self._protocol.close_sent:
-            return b""  # it is being closed
         if len(pieces) == 1:
             return _frame_head(len(pieces[0])) + pieces[0]
         return b"".join([part for piece in pieces for part in (_frame_head(len(piece)), piece)])
@@ -70,11 +71,11 @@ def _frame_head(num: int) -> bytes:
     return b"\x81\x7f" + num.to_bytes(8, "big")
 
 
-class WebSocketProtocol(WebSocketsSansIOProtocol):
+class WebSocketProtocol(WritersProtocol, WebSocketsSansIOProtocol):
     """uvicorn's, whose scopes offer a FrameWriter. A handshake that fails is answered and closed,
     and neither a refusal nor a close by the protocol itself is an error of the application."""
 
-    writer: FrameWriter | None = None
+    _stuck_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,31 +88,53 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             scope: Any = self.scope
             scope["extensions"][WRITE] = self.writer
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self.writer is not None:
-            self.writer.pause()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.writer is not None:
-            self.writer.resume()
+    # --- its end -----------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # To uvicorn a client that closed without a code and one that broke off are the same. This
-        # code comes second where a close was seen, and nobody reads it then.
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": ABNORMAL_CLOSURE})
+        if self._stuck_timer is not None:
+            self._stuck_timer.cancel()
+        self._queue_loss()
         super().connection_lost(exc)
-        self._lose_writer()
+
+    def eof_received(self) -> None:
+        """Without a close frame. A close would wait until the client has taken what it may never
+        take."""
+        if not self.close_sent:
+            self.transport.abort()
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self._queue_loss()
+        self._begin_close()
 
     def handle_close(self, event: Frame) -> None:
         super().handle_close(event)
-        self._lose_writer()
+        self._begin_close()
 
-    def _lose_writer(self) -> None:
-        writer, self.writer = self.writer, None
-        if writer is not None:
-            writer.lose()
+    def handle_parser_exception(self) -> None:
+        super().handle_parser_exception()
+        self._begin_close()
+
+    def _queue_loss(self) -> None:
+        """To uvicorn a client that closed without a code and one that broke off are the same. This
+        code comes second where a close was seen, and nobody reads it then."""
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": ABNORMAL_CLOSURE})
+
+    def _begin_close(self) -> None:
+        """The transport closes once the client has taken what was sent."""
+        self.lose_writer()
+        if self._stuck_timer is None:
+            self._drop_if_stuck()
+
+    def _drop_if_stuck(self, num_bytes: int = -1) -> None:
+        """Unless it has taken some, of the so many bytes that waited the last time."""
+        num_waiting = self.transport.get_write_buffer_size()
+        if num_waiting == num_bytes:
+            self.transport.abort()
+        else:
+            self._stuck_timer = self.loop.call_later(STUCK_S, self._drop_if_stuck, num_waiting)
+
+    # --- its beginning, and what is sent -----------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if not self.handshake_initiated:
@@ -138,6 +161,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
             self.handshake_complete = True  # by a refusal
+        if self.close_sent:
+            self._begin_close()
 
 
 def _without_cookies(head: bytes) -> bytes:

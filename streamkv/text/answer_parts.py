@@ -76,7 +76,8 @@ class Tape:
         self.calm = ""  # text with none of these characters goes out as what it is; "": read it
         self.num_calls = 0
         self.no_content = True  # so far, or since the last call
-        self.parts: list[Part] = []
+        self._parts: list[Part] = []
+        self._arguments: list[str] = []  # of the last call, behind those parts: they become one
         self._new_id = new_id
 
     def add(self, text: str) -> None:
@@ -99,8 +100,12 @@ class Tape:
         """What was read goes out as what it is."""
         text = self.text[self.start : self.pos]
         self.start = self.pos
-        if text and self.kind is not Kind.HELD:
-            self.parts.append(self.part(text))
+        if not text or self.kind is Kind.HELD:
+            return
+        if self.kind is Kind.ARGUMENTS:
+            self._arguments.append(text)
+        else:
+            self._put(self.part(text))
 
     def part(self, text: str) -> Part:
         """The text as what is read now."""
@@ -129,13 +134,19 @@ class Tape:
     def call(self, name: str) -> None:
         """A call begins. What was read and held is its syntax."""
         self.drop()
-        self.parts.append(ToolCallPart(self.num_calls, self._new_id(), name, ""))
+        self._put(ToolCallPart(self.num_calls, self._new_id(), name, ""))
         self.num_calls += 1
         self.no_content = True
 
     def arguments(self, text: str) -> None:
         """JSON text of the last call's arguments."""
-        self.parts.append(ToolCallPart(self.num_calls - 1, "", "", text))
+        self._arguments.append(text)
+
+    def take(self) -> list[Part]:
+        """The parts since the last time."""
+        self._join_arguments()
+        parts, self._parts = self._parts, []
+        return parts
 
     def more(self) -> Reading[bool]:
         """Wait for text behind `end`; False if there is none, or no more may be held."""
@@ -208,6 +219,16 @@ class Tape:
             self.calm = firsts if self.pos == self.end else ""
             yield
 
+    def _put(self, part: Part) -> None:
+        self._join_arguments()
+        self._parts.append(part)
+
+    def _join_arguments(self) -> None:
+        if self._arguments:
+            text = "".join(self._arguments)
+            self._arguments.clear()
+            self._parts.append(ToolCallPart(self.num_calls - 1, "", "", text))
+
     def _find(self, mark: str) -> tuple[int, str] | None:
         place = self.text.find(mark, self.pos, self.end)
         return None if place < 0 else (place, mark)
@@ -253,8 +274,7 @@ class AnswerParser:
         next(self._reading)
         if tape.start != tape.pos and tape.kind is not Kind.HELD:
             tape.emit()
-        parts, tape.parts = tape.parts, []
-        return parts
+        return tape.take()
 
     def finish(self) -> list[Part]:
         """The end of the answer: what was held back. Nothing may be pushed after it."""
@@ -262,8 +282,7 @@ class AnswerParser:
         tape.ended = True
         for _ in self._reading:
             pass
-        parts, tape.parts = tape.parts, []
-        return parts
+        return tape.take()
 
 
 def _read(tape: Tape, steps: Sequence[Callable[[Tape], Reading[None]]]) -> Reading[None]:

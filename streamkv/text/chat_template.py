@@ -98,6 +98,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         self.knows_tools = re.search(r"\btools\b", source) is not None
         self.knows_calls = "tool_calls" in source
+        self.knows_documents = re.search(r"\bdocuments\b", source) is not None
         self._max_seconds = max_seconds
         make = ImmutableSandboxedEnvironment if max_seconds is None else _TimedEnvironment
         environment = make(
@@ -136,8 +137,14 @@ class ChatTemplate:
     ) -> str:
         """The prompt text; with `continue_final_message` it ends where the last message's does.
         InvalidRequestError(param="messages") when the template refuses; a client's is at fault
-        itself (param="chat_template")."""
+        itself (param="chat_template"); param="documents" for some that would be left out."""
         found = template_messages(messages)
+        if kwargs.get("documents") and not self.knows_documents:
+            raise InvalidRequestError(
+                "documents: expected none, as this model's chat template has no place for them; "
+                "put their text into a message",
+                param="documents",
+            )
         if continue_final_message:
             _check_continued(found, add_generation_prompt)
             found[-1]["content"] += _MARK

@@ -14,19 +14,21 @@ A Matcher is for one thread at a time; all else is for any.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from llguidance import LLMatcher
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, OverloadedError
 from ..structured import StructuredOutputs
-from .grammar_process import GrammarProcess
+from .grammar_process import ALL, LITTLE, GrammarProcess, Result
 from .grammar_tokens import Greedy, Vocabulary, build_tokenizer, new_matcher, reason_of
 from .tokenizer import Tokenizer
 
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 128 << 20
+GROWTH_BYTES = 256 << 10  # of a matcher, by the tokens that come
 
 _MARK = "\n"  # SentencePiece puts a space before a text, not after this
 
@@ -38,25 +40,30 @@ class GrammarFailure(Exception):
 class Grammar:
     """A compiled one."""
 
-    def __init__(self, matcher: LLMatcher, ends: _Ends, num_bytes: int) -> None:
+    def __init__(self, matcher: LLMatcher, ends: _Ends, num_bytes: int, copy_bytes: int) -> None:
         """GrammarFailure."""
-        self.num_bytes = num_bytes  # of each matcher, about
+        self.num_bytes = num_bytes  # of what its matchers share, about
+        # Of each matcher: what a copy of it took, and what some thousand tokens add. One that is
+        # made to grow adds more, tens of MB until it fails: only answers that run do.
+        self.matcher_bytes = copy_bytes + GROWTH_BYTES
+        self.is_slow = False  # one of its matchers took long for a token: set by who times them
         # What is known before the first token is the same for all. Of this one nobody consumes.
         self._prototype = Matcher(matcher, ends)
 
     def matcher(self, *, ignore_end: bool = False) -> Matcher:
         """For one answer, which with `ignore_end` ends only where nothing else is left."""
-        return self._prototype.copy(ignore_end=ignore_end)
+        return self._prototype.copy(self, ignore_end=ignore_end)
 
 
 class Matcher:
     """Follows one answer. After each token one of three holds: it `has_ended`, `forced` is not
     empty, or `mask` says what may come."""
 
-    __slots__ = ("_ends", "_matcher", "_unwanted", "forced", "has_ended", "mask")
+    __slots__ = ("_ends", "_matcher", "_unwanted", "forced", "grammar", "has_ended", "mask")
 
     def __init__(self, matcher: LLMatcher, ends: _Ends) -> None:
         """GrammarFailure."""
+        self.grammar: Grammar | None = None  # that it is of
         self._matcher = matcher
         self._ends = ends
         self._unwanted = 0 if ends.ids else ends.bits
@@ -65,9 +72,10 @@ class Matcher:
         self.mask = b""  # bit i % 8 of byte i // 8 is token i's
         self._look_ahead()
 
-    def copy(self, *, ignore_end: bool) -> Matcher:
-        """One that goes its own way from here."""
+    def copy(self, grammar: Grammar, *, ignore_end: bool) -> Matcher:
+        """One of that grammar that goes its own way from here."""
         other = Matcher.__new__(Matcher)
+        other.grammar = grammar
         other._matcher = self._matcher.deep_copy()
         other._ends, other._unwanted = self._ends, self._unwanted
         other.forced, other.has_ended, other.mask = self.forced[:], self.has_ended, self.mask
@@ -151,34 +159,65 @@ class GrammarCompiler:
         self._encoder = _Encoder(tokenizer, self._vocabulary)
         self._tokenizer = build_tokenizer(self._vocabulary, self._encoder)
         self._ends = _Ends(end_ids, vocab_size, len(tokens))
+        # Two: what takes long keeps only its like waiting.
         self._process = GrammarProcess(self._vocabulary)
+        self._quick_process = GrammarProcess(self._vocabulary)
         self._cached: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
-        self._lock = threading.Lock()  # of these
+        self._alive: weakref.WeakSet[Grammar] = weakref.WeakSet()
+        self._lock = threading.Lock()  # of these two
 
-    def compile(self, structured: StructuredOutputs) -> Grammar:
-        """Takes bounded time, but seconds perhaps. InvalidRequestError with the reason."""
+    @property
+    def num_bytes(self) -> int:
+        """Of all grammars that are kept or followed, without their matchers."""
+        with self._lock:
+            return sum(grammar.num_bytes for grammar in self._alive)
+
+    def find(self, structured: StructuredOutputs) -> Grammar | None:
+        """It, if it is kept from an earlier time."""
         with self._lock:
             grammar = self._cached.get(structured)
             if grammar is not None:
                 self._cached.move_to_end(structured)
-                return grammar
-        result = self._process.check(structured)
+            return grammar
+
+    def compile(self, structured: StructuredOutputs) -> Grammar:
+        """Takes bounded time, but seconds perhaps. InvalidRequestError with the reason;
+        OverloadedError if that shows nothing of the grammar."""
+        if (grammar := self.find(structured)) is not None:
+            return grammar
+        result = self._process.check(structured, ALL)
+        if result.is_open:
+            raise OverloadedError(
+                f"the grammar couldn't be prepared: {result.error}; try again", retry_after_s=5
+            )
+        return self._built(structured, result)
+
+    def compile_if_easy(self, structured: StructuredOutputs) -> Grammar | None:
+        """Like `compile`, but None if that takes longer than it does for most."""
+        if (grammar := self.find(structured)) is not None:
+            return grammar
+        result = self._quick_process.check(structured, LITTLE)
+        return None if result.is_open else self._built(structured, result)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._process.close()
+        self._quick_process.close()
+
+    def _built(self, structured: StructuredOutputs, result: Result) -> Grammar:
         if result.error:
             raise _refused(structured, result.error)
         matcher = new_matcher(self._tokenizer, result.source)
         try:
-            grammar = Grammar(matcher, self._ends, result.num_bytes)
+            grammar = Grammar(matcher, self._ends, result.num_bytes, result.copy_bytes)
         except GrammarFailure as exc:
             raise _refused(structured, str(exc)) from None
         self._keep(structured, grammar)
         return grammar
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._process.close()
-
     def _keep(self, structured: StructuredOutputs, grammar: Grammar) -> None:
         with self._lock:
+            self._alive.add(grammar)
             self._cached[structured] = grammar
             num_bytes = sum(one.num_bytes for one in self._cached.values())
             while len(self._cached) > MAX_CACHED or num_bytes > MAX_CACHED_BYTES:

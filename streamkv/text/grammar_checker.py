@@ -10,6 +10,7 @@ schemas take gigabytes, and some grammars all of the stack. Only a process can b
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import select
@@ -22,16 +23,18 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from ..structured import StructuredOutputs
-from .grammar_process import MAX_WALL_S, Result, read_message, write_message
+from .grammar_process import ALL, Effort, Job, Result, read_message, write_message
 from .grammar_source import GrammarError, grammar_source
 from .grammar_tokens import Greedy, Vocabulary, build_tokenizer, new_matcher, reason_of
 
-MAX_CPU_S = 2  # of compiling one grammar
-MAX_BYTES = 256 << 20
-MAX_KEPT_BYTES = 64 << 20  # of it, when it is compiled: each answer has a copy
+MAX_BYTES = 256 << 20  # of compiling one grammar
+MAX_KEPT_BYTES = 64 << 20  # of it, when it is compiled
 STACK_BYTES = 2 << 20  # a thread that compiles the same later has several times that
 IDLE_S = 120.0  # then the process ends
 NUM_TRIED = 4  # first tokens, each with the mask after it
+NUM_COPIES = 4  # that are measured, and walk
+MAX_WALK_TOKENS = 8
+MAX_WALK_S = 0.01  # of CPU time, all together
 
 _PAGE_BYTES = resource.getpagesize()
 
@@ -47,28 +50,30 @@ class Checker:
             for token_id in vocabulary.special_ids
         ]
 
-    def check(self, structured: StructuredOutputs) -> Result:
+    def check(self, job: Job) -> Result:
         """In a fork."""
+        effort = job.effort
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reader)
-            _work(writer, lambda: self.compile(structured))
+            _work(writer, effort.cpu_s, lambda: self.compile(job.structured))
         os.close(writer)
         with os.fdopen(reader, "rb", buffering=0) as pipe:
-            data = _read_until(pipe, time.monotonic() + MAX_WALL_S)
+            data = _read_until(pipe, time.monotonic() + effort.wall_s)
         if data is None:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         if data:
             return msgspec.msgpack.decode(data, type=Result)
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        return Result(_REASONS.get(number, "compiling it failed"))
+        if data is None:
+            return why_ended(signal.SIGKILL, effort)
+        return why_ended(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, effort)
 
     def compile(self, structured: StructuredOutputs) -> Result:
         """Here and now."""
         new_matcher(self._tokenizer, 'start: "a"')  # what any takes isn't this one's
-        num_bytes = _num_resident_bytes()
+        num_bytes = _num_kept_bytes()
         try:
             source = grammar_source(structured, self._special_tokens)
             matcher = new_matcher(self._tokenizer, source)
@@ -77,12 +82,13 @@ class Checker:
             return Result(reason_of(str(exc)))
         except MemoryError:
             return Result(_TOO_MUCH_MEMORY)
-        num_bytes = max(_num_resident_bytes() - num_bytes, 1 << 16)
+        num_bytes = max(_num_kept_bytes() - num_bytes, 1 << 16)
         if num_bytes > MAX_KEPT_BYTES:
             return Result(
                 f"it takes {num_bytes >> 20} MB of memory, more than {MAX_KEPT_BYTES >> 20}"
             )
-        return Result("", source, num_bytes)
+        copy_bytes = self._measure_copies(matcher)
+        return Result(source=source, num_bytes=num_bytes, copy_bytes=copy_bytes)
 
     def _try_out(self, matcher: LLMatcher) -> None:
         """GrammarError if there is no first token, or none of those tried with which it goes on."""
@@ -97,6 +103,19 @@ class Checker:
             except GrammarError:
                 if token_id == firsts[-1]:
                     raise
+
+    def _measure_copies(self, matcher: LLMatcher) -> int:
+        """The bytes of one, after a few tokens: what a grammar grows by it does most at first."""
+        num_bytes = _num_kept_bytes()
+        copies = [matcher.deep_copy() for _ in range(NUM_COPIES)]
+        until_s = time.thread_time() + MAX_WALK_S
+        for number, copy in enumerate(copies):
+            for _ in range(MAX_WALK_TOKENS):
+                token_id = _token_of(copy.compute_bitmask(), number / NUM_COPIES)
+                if token_id in self._end_ids or time.thread_time() > until_s:
+                    break
+                copy.consume_token(token_id)  # a failure would be its own answer's
+        return max(_num_kept_bytes() - num_bytes, 0) // NUM_COPIES
 
 
 def _tokens_of(matcher: LLMatcher) -> list[int]:
@@ -113,16 +132,43 @@ def _tokens_of(matcher: LLMatcher) -> list[int]:
     ]
 
 
+def _token_of(mask: bytes, place: float) -> int:
+    """The first of them from that part of the vocabulary on; 0 if there is none."""
+    start = int(len(mask) * place)
+    rest = (mask[start:] + mask[:start]).lstrip(b"\0")
+    if not rest:
+        return 0
+    bit = (rest[0] & -rest[0]).bit_length() - 1
+    return 8 * ((start - len(rest)) % len(mask)) + bit
+
+
 _TOO_MUCH_MEMORY = f"it takes more than {MAX_BYTES >> 20} MB of memory to compile"
-_TOO_MUCH_TIME = f"it takes more than {MAX_CPU_S} s to compile"
+_TOO_MUCH_TIME = f"it takes more than {ALL.cpu_s:g} s to compile"
 _TOO_DEEP = "it is nested too deeply"
 _REASONS: dict[int, str] = {
     signal.SIGABRT: _TOO_MUCH_MEMORY,
     signal.SIGBUS: _TOO_DEEP,
-    signal.SIGKILL: _TOO_MUCH_TIME,
+    signal.SIGPROF: _TOO_MUCH_TIME,
     signal.SIGSEGV: _TOO_DEEP,
-    signal.SIGXCPU: _TOO_MUCH_TIME,
 }
+# Nothing that a grammar does: its fork was ended as the wall clock said, or by a system that is
+# short of memory.
+_OTHERS = (signal.SIGKILL, signal.SIGTERM)
+
+
+def why_ended(number: int, effort: Effort) -> Result:
+    """Of a fork that had nothing to say, by the signal that ended it."""
+    if number in _OTHERS:
+        return Result("the machine has too little time or memory for it now", is_open=True)
+    is_open = number == signal.SIGPROF and effort.cpu_s < ALL.cpu_s
+    return Result(_REASONS.get(number, "compiling it failed"), is_open=is_open)
+
+
+def _num_kept_bytes() -> int:
+    """Resident ones, without what was freed and not given back."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library keeps little
+        ctypes.CDLL(None).malloc_trim(0)
+    return _num_resident_bytes()
 
 
 def _num_resident_bytes() -> int:
@@ -141,11 +187,12 @@ def _num_virtual_bytes() -> int:
         return 1 << 40
 
 
-def _work(writer: int, compile_it: Callable[[], Result]) -> NoReturn:
+def _work(writer: int, cpu_s: float, compile_it: Callable[[], Result]) -> NoReturn:
     """The fork's life. What it has to say fits into memory, whatever it did before."""
     try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_CPU, MAX_CPU_S)
         _limit(resource.RLIMIT_STACK, STACK_BYTES)
         _limit(resource.RLIMIT_AS, _num_virtual_bytes() + MAX_BYTES)
         data = msgspec.msgpack.encode(compile_it())
@@ -175,7 +222,7 @@ def _read_until(pipe: IO[bytes], deadline_s: float) -> bytes | None:
 
 
 def main() -> None:
-    """The first message is a Vocabulary, the others StructuredOutputs; each has one answer."""
+    """The first message is a Vocabulary, the others are Jobs; each has one answer."""
     requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(1, "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the library would write of its failures
     first = read_message(requests)
@@ -187,9 +234,7 @@ def main() -> None:
         message = read_message(requests)
         if message is None:
             return
-        write_message(
-            answers, checker.check(msgspec.msgpack.decode(message, type=StructuredOutputs))
-        )
+        write_message(answers, checker.check(msgspec.msgpack.decode(message, type=Job)))
 
 
 if __name__ == "__main__":

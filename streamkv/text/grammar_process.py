@@ -23,19 +23,36 @@ from ..errors import GenerationError
 from ..structured import StructuredOutputs
 from .grammar_tokens import Vocabulary
 
-MAX_WALL_S = 10.0  # of a job, where others take the CPU
-
 _PROGRAM = f"{__package__}.grammar_checker"
+_START_S = 10.0  # for what isn't the job's own
 _END_S = 5.0  # until a process that was asked to end is killed
 _LENGTH = struct.Struct("<I")
+
+
+class Effort(msgspec.Struct, frozen=True, array_like=True):
+    """How much is spent on one grammar."""
+
+    cpu_s: float
+    wall_s: float  # where others take the CPU
+
+
+ALL = Effort(2.0, 10.0)  # what needs more is refused
+LITTLE = Effort(0.1, 1.0)  # enough for most: they take some 10 ms
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    structured: StructuredOutputs
+    effort: Effort
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """What became of a grammar: an error, or its source."""
 
     error: str = ""
+    is_open: bool = False  # the error isn't the grammar's: with more time it may be followed
     source: str = ""
     num_bytes: int = 0  # of memory that it takes
+    copy_bytes: int = 0  # that each answer's copy takes at first
 
 
 def write_message(file: IO[bytes], message: object) -> None:
@@ -70,12 +87,13 @@ class GrammarProcess:
         self._lock = threading.Lock()
         self._closed = False
 
-    def check(self, structured: StructuredOutputs) -> Result:
+    def check(self, structured: StructuredOutputs, effort: Effort = ALL) -> Result:
         """What came of compiling it there. GenerationError if there is no such process."""
+        job = Job(structured, effort)
         with self._lock:
             for is_last in (False, True):
                 try:
-                    return self._ask(structured)
+                    return self._ask(job)
                 except (OSError, EOFError) as exc:  # it has ended: it was idle, or was killed
                     self._end()
                     if is_last or self._closed:
@@ -91,7 +109,7 @@ class GrammarProcess:
         with self._lock:
             self._end()
 
-    def _ask(self, structured: StructuredOutputs) -> Result:
+    def _ask(self, job: Job) -> Result:
         if self._closed:
             raise OSError("the engine is closed")
         process = self._process
@@ -100,13 +118,15 @@ class GrammarProcess:
             process = self._process = _start()
             if self._closed:  # meanwhile: nobody else has seen this one
                 _kill(process)
-            self._exchange(process, self._vocabulary)
-        return self._exchange(process, structured)
+            self._exchange(process, self._vocabulary, ALL)
+        return self._exchange(process, job, job.effort)
 
-    def _exchange(self, process: subprocess.Popen[bytes], message: object) -> Result:
+    def _exchange(
+        self, process: subprocess.Popen[bytes], message: object, effort: Effort
+    ) -> Result:
         assert process.stdin is not None and process.stdout is not None
         # It bounds each job itself; this is for a process that stands still.
-        timer = threading.Timer(3 * MAX_WALL_S, _kill, [process])
+        timer = threading.Timer(_START_S + 3 * effort.wall_s, _kill, [process])
         timer.daemon = True
         timer.start()
         try:

@@ -217,7 +217,8 @@ def _value(tape: Tape) -> Reading[bool]:
 
 
 def _text(tape: Tape) -> Reading[str | None]:
-    """A JSON string while text is held, as text; None if it is none."""
+    """A JSON string while text is held, as text; None if it is none, or has half a surrogate pair,
+    which is no character."""
     if (yield from tape.peek()) != '"':
         return None
     begin = tape.pos - tape.start
@@ -225,6 +226,7 @@ def _text(tape: Tape) -> Reading[str | None]:
         return None
     try:
         text: str = json.loads(tape.text[tape.start + begin : tape.pos], strict=False)
+        text.encode()
     except ValueError:
         return None
     return text

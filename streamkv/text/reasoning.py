@@ -25,12 +25,13 @@ class ReasoningFormat(NamedTuple):
     closing: str
     shows_special_tokens: bool  # skip_special_tokens must be off to see the marks
 
-    def is_open(self, prompt_tail: str, *, continues: bool = False) -> bool:
-        """Whether a prompt that ends so has begun the reasoning. `prompt_tail` needs to go no
-        further back than to the last message's beginning; with `continues` it ends within one."""
-        if continues:
-            return prompt_tail.rfind(self.opening) > prompt_tail.rfind(self.closing)
-        return prompt_tail.rstrip().endswith(self.opening)
+    def is_open(self, prompt_tail: str, *, continued: str = "") -> bool:
+        """Whether a prompt that ends so has begun the reasoning. Where it ends within a message,
+        `continued` is what that says so far: only that counts, and what the template wrote right
+        before it."""
+        before = prompt_tail.rstrip().removesuffix(continued.strip()).rstrip()
+        has_begun = before.endswith(self.opening) or continued.lstrip().startswith(self.opening)
+        return has_begun and self.closing not in continued
 
     def step(self, is_open: bool) -> Callable[[Tape], Reading[None]]:
         """What reads it, as the first of an answer's steps."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fakes import FakeMaskBoard, FakeMatcher
 
-from streamkv.core.scheduler import Scheduler, TokenEvent
+from streamkv.core.scheduler import Scheduler
 from streamkv.core.sequence import NO_ROW, Sequence
 
 
@@ -23,7 +23,6 @@ class FakeGrammars:
         self.forces = forces
         self.seeds: dict[Sequence, int] = {}
         self.due: dict[Sequence, None] = {}  # whose masks are to be made
-        self.num_forced = 0  # tokens that came at once
         self._matchers: dict[int, FakeMatcher] = {}  # by slot
         self._holders: list[Sequence] = []  # of slots
         self._num_chances = 0  # to force
@@ -36,24 +35,25 @@ class FakeGrammars:
             matcher.publish(self.board, slot, position)
         return slots
 
-    def bind(self, sequences: list[Sequence], seed: int) -> list[TokenEvent]:
+    def bind(self, sequences: list[Sequence], seed: int) -> None:
         """They were added."""
         self._holders += sequences
         self.seeds.update({sequence: seed + sequence.choice for sequence in sequences})
-        return [event for sequence in sequences for event in self._force(sequence)]
+        for sequence in sequences:
+            self._force(sequence)
 
-    def consume(self, sequence: Sequence, token_id: int) -> list[TokenEvent]:
+    def consume(self, sequence: Sequence, token_id: int) -> None:
         """A token is committed."""
         if sequence.mask_slot < 0:
-            return []
+            return
         self._matchers[sequence.mask_slot].consume(token_id)
         self.due[sequence] = None
         # Sometimes it knows which tokens must come before it has made a mask.
-        return self._force(sequence) if self.forces == "sometimes" and self.are_late else []
+        if self.forces == "sometimes" and self.are_late:
+            self._force(sequence)
 
-    def make_masks(self, num: int | None = None) -> list[TokenEvent]:
+    def make_masks(self, num: int | None = None) -> None:
         """Of those that are longest due, at most so many."""
-        events: list[TokenEvent] = []
         for sequence in list(self.due)[:num]:
             del self.due[sequence]
             if sequence.finish_reason is not None:
@@ -62,21 +62,18 @@ class FakeGrammars:
             position = sequence.num_prompt_tokens + matcher.num_consumed
             matcher.publish(self.board, sequence.mask_slot, position)
             self.scheduler.on_mask(sequence, position)
-            events += self._force(sequence)
-        return events
+            self._force(sequence)
 
-    def _force(self, sequence: Sequence) -> list[TokenEvent]:
+    def _force(self, sequence: Sequence) -> None:
         matcher = self._matchers[sequence.mask_slot]
         forced = matcher.forced.copy()
         if self.forces == "never" or not forced:
-            return []
+            return
         self._num_chances += 1
         if self.forces == "sometimes":
             forced = forced[: self._num_chances % 3]
         start = sequence.num_prompt_tokens + matcher.num_consumed
-        events = self.scheduler.force(sequence, start, forced)
-        self.num_forced += len(events)
-        return events
+        self.scheduler.force(sequence, start, forced)
 
     def remove_slots(self) -> None:
         """Of sequences that have ended and left their rows."""

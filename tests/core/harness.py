@@ -69,14 +69,16 @@ class Harness:
         min_lookahead: int = 0,  # pools are full, and sequences preempted, as often as can be
         token_s: float = 0.0,
         answers_at_once: int = 1000,
+        forced_at_once: int = 1000,
         masks_are_late: bool = False,
         forces: str = "never",
         check_every: int = 1,
     ) -> None:
-        """`answers_at_once`: events of beams that are taken after each commit, at most. Masks that
-        are late are made by `make_masks` only, or when nothing else is left to do. `forces`: how
-        often tokens that a grammar leaves no choice for are forced; "never", "sometimes" or
-        "always"."""
+        """`answers_at_once`: events of beams that are taken after each commit, at most;
+        `forced_at_once`: forced tokens, likewise, and after masks were made. Masks that are late
+        are made by `make_masks` only, or when nothing else is left to do. `forces`: how often
+        tokens that a grammar leaves no choice for are forced; "never", "sometimes" or "always".
+        """
         self.depth = depth
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -123,6 +125,8 @@ class Harness:
         self._ids = itertools.count()
         self._num_commands = 0
         self._answers_at_once = answers_at_once
+        self._forced_at_once = forced_at_once
+        self.num_forced = 0  # tokens that came without a step
         self._check_every = check_every
 
     # --- commands ----------------------------------------------------------------------------
@@ -166,7 +170,8 @@ class Harness:
             sequences = sequences[: params.n]
         self.live.update(dict.fromkeys(sequences))
         if grammar is not None:
-            self._note(self.grammars.bind(sequences, grammar))
+            self.grammars.bind(sequences, grammar)
+            self.take_forced()
         self.check()
         return sequences
 
@@ -196,13 +201,15 @@ class Harness:
         events = self.scheduler.commit(self.runner.step(self.in_flight.popleft()))
         assert self.runner.violations == [], self.runner.violations
         self._note_prompts(self.scheduler.take_prompt_events())
-        events = self._note(events)
+        self._note(events)
+        events += self.take_forced()
         self.check()
         return events + self.take_answers()
 
     def make_masks(self, num: int | None = None) -> list[TokenEvent]:
-        """Some that are due."""
-        events = self._note(self.grammars.make_masks(num))
+        """Some that are due. Returns what is forced then."""
+        self.grammars.make_masks(num)
+        events = self.take_forced()
         self.check()
         return events
 
@@ -222,20 +229,26 @@ class Harness:
         self._note(events)
         return events
 
-    def _note(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Returns them with those that grammars add."""
-        noted: list[TokenEvent] = []
-        while events:
-            forced: list[TokenEvent] = []
-            for event in events:
-                self._note_one(event)
-                if event.finish_reason is None:
-                    forced += self.grammars.consume(event.sequence, event.token_id)
-            noted += events
-            events = forced
-            if not self.grammars.are_late:
-                events += self.grammars.make_masks()
-        return noted
+    def take_forced(self) -> list[TokenEvent]:
+        """Some tokens that come without steps, and those that grammars force after them."""
+        forced: list[TokenEvent] = []
+        while len(forced) < self._forced_at_once:
+            events = self.scheduler.take_forced(self._forced_at_once - len(forced))
+            if not events:
+                break
+            self._note(events)
+            forced += events
+        assert len(forced) <= self._forced_at_once
+        self.num_forced += len(forced)
+        return forced
+
+    def _note(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self._note_one(event)
+            if event.finish_reason is None:
+                self.grammars.consume(event.sequence, event.token_id)
+        if not self.grammars.are_late:
+            self.grammars.make_masks()
 
     def _note_one(self, event: TokenEvent) -> None:
         sequence, token_id, _, reason = event
@@ -288,6 +301,8 @@ class Harness:
             self.deliver()
         elif self.scheduler.has_answers:
             return self.take_answers()
+        elif self.scheduler.has_forced:
+            return self.take_forced()
         elif self.grammars.due:
             return self.make_masks()
         else:

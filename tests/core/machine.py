@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         vocab_size=st.sampled_from([VOCAB_SIZE, VOCAB_SIZE, 2, 3]),
         answers_at_once=st.sampled_from([1, 5, 1000]),
+        forced_at_once=st.sampled_from([1, 3, 1000]),
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.sampled_from([1, 3, 8, 64]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
@@ -199,6 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             store = self.harness.store
             waits = self.harness.grammars.due or (store is not None and store.num_pending)
             has_work = any(s.finish_reason is None for s in self.harness.going_on)
+            waits = waits or self.harness.scheduler.has_forced
             assert waits or not (idle and has_work), "I5: work, nothing on its way"
 
     @precondition(lambda self: self.harness.in_flight)
@@ -210,6 +212,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num=st.integers(1, 3))
     def make_masks(self, num):
         self.harness.make_masks(num)
+
+    @precondition(lambda self: self.harness.scheduler.has_forced)
+    @rule()
+    def take_forced(self):
+        self.harness.take_forced()
 
     @rule(num_steps=st.integers(1, 20))
     def advance(self, num_steps):
@@ -319,7 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             writes=stats.num_store_writes,
             failed_store_ops=stats.num_store_failures,
             deferrals=self.harness.runner.num_deferrals,
-            forced=self.harness.grammars.num_forced,
+            forced=self.harness.num_forced,
         )
 
 

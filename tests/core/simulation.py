@@ -120,6 +120,7 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
         min_lookahead=rng.choice((0, 0, 0, 0, 0, 4)),
         vocab_size=rng.choice((VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE, 3)),
         answers_at_once=rng.choice((3, 1000)),
+        forced_at_once=rng.choice((1, 3, 1000)),
         masks_are_late=rng.random() < 0.5,
         forces=rng.choice(("never", "sometimes", "always")),
         check_every=100,
@@ -135,7 +136,7 @@ def run_episode(seed: int, depth: int, num_requests: int = EPISODE_LEN) -> Resul
         scheduler.num_prefix_hit_tokens,
         sum(harness.runner.memory.num_copies.values()),
         harness.runner.num_deferrals,
-        harness.grammars.num_forced,
+        harness.num_forced,
         sum(map(len, harness.scores.values())),
         steps_crc,
     )
@@ -182,6 +183,8 @@ class _Episode:
                 harness.commit()
             elif scheduler.has_answers:
                 harness.take_answers()
+            elif scheduler.has_forced:
+                harness.take_forced()
             elif harness.store is not None:
                 harness.deliver()
             if harness.store is not None and self.rng.random() < 0.3:

@@ -46,7 +46,7 @@ def row_added(
         num_prompt_tokens=len(token_ids),
         token_ids=pack_ints(token_ids),
         block_ids=pack_ints(block_ids),
-        sampling=RowSampling.build(request, 0, ()),
+        sampling=RowSampling.build(request, ()).of_choice(0, *mask_slots),
     )
 
 

@@ -6,6 +6,7 @@ from core.harness import EOS, VOCAB_SIZE, Harness, rows
 from fakes import FakeMatcher, expected_tokens
 
 from streamkv.core.integrity import IntegrityError
+from streamkv.core.scheduler import TokenEvent
 from streamkv.core.sequence import Sequence
 from streamkv.protocol import FinishReason, StepOutput, pack_ints
 
@@ -27,6 +28,14 @@ def seed_that_begins(num_forced: int, *, with_choice: int = 0) -> int:
 
 
 FREE = seed_that_begins(0, with_choice=6)
+
+
+def force(
+    harness: Harness, sequence: Sequence, start: int, token_ids: list[int]
+) -> list[TokenEvent]:
+    """What comes of them at once."""
+    harness.scheduler.force(sequence, start, token_ids)
+    return harness.scheduler.take_forced(1000)
 
 
 # --- late masks ----------------------------------------------------------------------------------
@@ -106,7 +115,7 @@ def test_what_was_run_ahead_in_vain_stays_unknown_when_other_tokens_come_in_its_
         harness.fill()
         harness.commit()
     assert late.is_gated and len(harness.in_flight) == 1  # its KV is no token's
-    harness.scheduler.force(late, 4, [7, 8])
+    force(harness, late, 4, [7, 8])
     harness.finish(late)
     harness.commit()
     again = harness.add_one([*late.token_ids, 9], 1)
@@ -238,7 +247,7 @@ def test_a_row_without_a_grammar_is_never_deferred():
 def test_tokens_forced_at_the_end_of_the_prompt_cost_no_step():
     harness = Harness()
     sequence = harness.add_one(PROMPT, 8)
-    events = harness.scheduler.force(sequence, 3, [7, 8, 9])
+    events = force(harness, sequence, 3, [7, 8, 9])
     assert events == [(sequence, token_id, None, None) for token_id in (7, 8, 9)]
     assert sequence.output_token_ids == [7, 8, 9]
     assert rows(harness.schedule().step) == [(0, 0, 6, 1)]
@@ -269,7 +278,7 @@ def test_what_is_in_flight_gives_the_first_forced_tokens_itself(depth):
 def test_forced_tokens_end_where_max_tokens_says():
     harness = Harness()
     sequence = harness.add_one(PROMPT, 2)
-    events = harness.scheduler.force(sequence, 3, [7, 8, 9])
+    events = force(harness, sequence, 3, [7, 8, 9])
     assert [(e.token_id, e.finish_reason) for e in events] == [(7, None), (8, FinishReason.LENGTH)]
     assert not harness.scheduler.has_work
     harness.scheduler.check_integrity()
@@ -278,11 +287,11 @@ def test_forced_tokens_end_where_max_tokens_says():
 def test_forced_tokens_end_with_the_first_end_token():
     harness = Harness(eos_token_ids=frozenset({EOS}))
     first = harness.add_one(PROMPT, 8)
-    events = harness.scheduler.force(first, 3, [7, EOS, 9])
+    events = force(harness, first, 3, [7, EOS, 9])
     assert [(e.token_id, e.finish_reason) for e in events] == [(7, None), (EOS, FinishReason.STOP)]
     assert first.stop_reason is None
     second = harness.add_one(PROMPT, 8, stop_token_ids=[9])
-    harness.scheduler.force(second, 3, [7, 9])
+    force(harness, second, 3, [7, 9])
     assert (second.finish_reason, second.stop_reason) == (FinishReason.STOP, 9)
 
 
@@ -293,7 +302,7 @@ def test_nothing_is_forced_where_logprobs_are_wanted():
         (sequence, *_) = harness.add(PROMPT, 6, grammar=seed, **sampling)
         assert sequence.num_output_tokens == 0
         events = harness.run()
-        assert harness.grammars.num_forced == 0
+        assert harness.num_forced == 0
         if "logprobs" in sampling:
             assert all(event.logprobs is not None for event in events)
         harness.check_answer(sequence)
@@ -304,7 +313,7 @@ def test_what_was_forced_is_dropped_if_something_else_came():
     sequence = harness.add_one(PROMPT, 6)
     wrong = (harness.oracle(sequence)[0] + 1) % VOCAB_SIZE
     harness.fill()
-    assert harness.scheduler.force(sequence, 3, [wrong] * 9) == []
+    assert force(harness, sequence, 3, [wrong] * 9) == []
     harness.run()
     harness.check_answer(sequence)
 
@@ -314,8 +323,8 @@ def test_tokens_that_are_there_already_are_not_forced_again():
     sequence = harness.add_one(PROMPT, 6)
     harness.advance()
     expected = harness.oracle(sequence)
-    assert harness.scheduler.force(sequence, 3, expected[:1]) == []
-    assert [e.token_id for e in harness.scheduler.force(sequence, 3, expected[:2])] == expected[1:2]
+    assert force(harness, sequence, 3, expected[:1]) == []
+    assert [e.token_id for e in force(harness, sequence, 3, expected[:2])] == expected[1:2]
     harness.run()
     harness.check_answer(sequence)
 
@@ -324,18 +333,18 @@ def test_tokens_cannot_be_forced_after_unknown_ones():
     harness = Harness()
     sequence = harness.add_one(PROMPT, 6)
     with pytest.raises(IntegrityError, match="^I11: expected forced tokens from position 3 on"):
-        harness.scheduler.force(sequence, 4, [7])
+        force(harness, sequence, 4, [7])
 
 
 def test_nothing_comes_after_a_stop_among_forced_tokens():
     harness = Harness(depth=1)
     sequence = harness.add_one(PROMPT, 20)
     harness.fill()
-    harness.scheduler.force(sequence, 3, harness.oracle(sequence)[:9])
+    force(harness, sequence, 3, harness.oracle(sequence)[:9])
     harness.commit()
     assert len(harness.commit()) == 1 + 7  # in flight, then what was left
     harness.finish(sequence, FinishReason.STOP)
-    assert harness.scheduler.force(sequence, 12, [1]) == []
+    assert force(harness, sequence, 12, [1]) == []
     assert harness.run() == []
 
 
@@ -343,7 +352,7 @@ def test_a_sequence_ends_while_its_forced_tokens_are_still_to_be_appended():
     harness = Harness(depth=1)
     sequence, other = harness.add_one(PROMPT, 20), harness.add_one([4], 4)
     harness.fill()
-    harness.scheduler.force(sequence, 3, harness.oracle(sequence)[:9])
+    force(harness, sequence, 3, harness.oracle(sequence)[:9])
     harness.finish(sequence)
     events = harness.run()
     assert {event.sequence for event in events} == {other}
@@ -355,7 +364,7 @@ def test_a_sequence_is_preempted_in_the_middle_of_forced_tokens(depth):
     needy, victim = harness.add_one([4] * 4, 7), harness.add_one(PROMPT, 9)
     harness.advance()
     harness.fill()
-    events = harness.scheduler.force(victim, 4, harness.oracle(victim)[1:6])
+    events = force(harness, victim, 4, harness.oracle(victim)[1:6])
     assert bool(events) == (depth == 0 and not harness.in_flight)
     harness.run()
     assert victim.num_preemptions > 0
@@ -366,7 +375,7 @@ def test_a_sequence_is_preempted_in_the_middle_of_forced_tokens(depth):
 def test_forced_tokens_are_cached_only_once_computed():
     harness = Harness(block_size=2, max_num_seqs=1)
     first = harness.add_one(PROMPT, 8)
-    harness.scheduler.force(first, 3, [7, 8, 9, 10])
+    force(harness, first, 3, [7, 8, 9, 10])
     second = harness.add_one([*PROMPT, 7, 8, 9, 10], 1, priority=-1)
     harness.advance()
     assert second.num_cached_tokens == 0
@@ -382,7 +391,7 @@ def test_a_prompt_has_no_more_cached_tokens_than_tokens():
     harness.add_one([*PROMPT, 7, 8, 9, 10], 1)
     harness.run()
     sequence = harness.add_one(PROMPT, 8)
-    harness.scheduler.force(sequence, 3, [7, 8, 9, 10])
+    force(harness, sequence, 3, [7, 8, 9, 10])
     assert rows(harness.schedule().step) == [(0, 6, 1, 1)]
     assert sequence.num_cached_tokens == 3
 
@@ -402,19 +411,57 @@ def test_each_choice_follows_a_grammar_of_its_own(depth, late):
 def test_choices_share_their_prompt_until_one_has_forced_tokens():
     harness = Harness()
     first, second, third = harness.add(PROMPT, 8, n=3, temperature=1.0)
-    harness.scheduler.force(second, 3, [7, 8])
+    force(harness, second, 3, [7, 8])
     assert first.token_ids is third.token_ids
     assert (first.num_output_tokens, second.output_token_ids) == (0, [7, 8])
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_many_forced_tokens_come_as_they_are_taken_and_no_other_before_all_are_there(depth):
+    harness = Harness(depth=depth, max_num_seqs=1, forced_at_once=4)
+    running, waiting = harness.add_one(PROMPT, 40), harness.add_one([4, 5], 40)
+    harness.advance()
+    num_sampled = running.num_tokens - 3
+    harness.scheduler.force(running, 3, harness.oracle(running)[:20])
+    harness.scheduler.force(waiting, 2, harness.oracle(waiting)[:30])
+    while running.num_output_tokens < 20:
+        assert harness.scheduler.is_busy
+        assert len(harness.advance()) <= 4 + depth
+        assert running.num_output_tokens + running.num_pending_tokens <= 20
+    assert running.num_forced_tokens == 20 - num_sampled
+    harness.run()
+    assert harness.num_forced == 20 - num_sampled + 30
+    harness.check_answer(running)
+    harness.check_answer(waiting)
+
+
+def test_those_with_many_forced_tokens_take_turns():
+    harness = Harness()
+    sequences = [harness.add_one([n], 40) for n in range(3)]
+    for sequence in sequences:
+        harness.scheduler.force(sequence, 1, [7] * 10)
+    last = harness.add_one([9], 40)
+    harness.scheduler.force(last, 1, [7])
+    taken = []
+    while events := harness.scheduler.take_forced(6):
+        taken.append([(event.sequence.request.prompt_token_ids[0]) for event in events])
+    assert taken == [[0] * 6, [1] * 6, [2] * 6, [9] + [0] * 4 + [1], [2] * 4 + [1] * 2, [1]]
+
+
 def test_whether_tokens_are_forced_changes_no_answer():
     answers = []
-    for depth in (0, 1):
+    for depth, forced_at_once in ((0, 1000), (1, 1000), (0, 1), (1, 2)):
         for forces in ("never", "sometimes", "always"):
             for late in (False, True):
-                harness = Harness(depth=depth, forces=forces, masks_are_late=late, block_size=2)
+                harness = Harness(
+                    depth=depth,
+                    forces=forces,
+                    forced_at_once=forced_at_once,
+                    masks_are_late=late,
+                    block_size=2,
+                )
                 sequences = [harness.add_one([7, n], 16, grammar=n) for n in range(12)]
                 harness.run()
                 answers.append([sequence.output_token_ids for sequence in sequences])
-                assert (harness.grammars.num_forced > 0) == (forces != "never")
+                assert (harness.num_forced > 0) == (forces != "never")
     assert all(answer == answers[0] for answer in answers)

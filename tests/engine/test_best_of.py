@@ -31,7 +31,9 @@ PROMPT = [4, 5, 6]
 def event(
     choice: int, logprob: float, reason: FinishReason | None = None, *, token_id: int = 9
 ) -> Any:
-    sequence: Any = SimpleNamespace(choice=choice, num_cached_tokens=choice, stop_reason=None)
+    sequence: Any = SimpleNamespace(
+        choice=choice, num_cached_tokens=choice, has_sampled=True, stop_reason=None
+    )
     row = RowLogprobs(logprob, 1, pack_ints((token_id, 10, 11)), bytes(12))
     return TokenEvent(sequence, token_id, row, reason)
 

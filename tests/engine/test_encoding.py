@@ -115,14 +115,28 @@ def test_what_takes_long_is_done_off_the_loop():
     async def main() -> None:
         async with make_engine(make_runner(max_model_len=30_000), tokenizer=tokenizer) as engine:
             await engine.encode_chat([HI], tools=[{"description": "x" * 9000}])
+            await engine.encode_chat([HI], mood={"x" * 9000: ""})
             await engine.encode_chat([{"role": "user", "content": END}])
             await engine.encode_chat([{"role": "user", "content": END}])
 
     run(main)
     on_the_loop = [(name, ident == threading.get_ident()) for name, ident in idents]
     assert on_the_loop == [
-        *(("guard", False), ("guard", True), ("encode", False), ("guard", True), ("encode", True)),
+        *(("guard", False), ("guard", False), ("guard", True), ("encode", False)),
+        *(("guard", True), ("encode", True)),
     ]
+
+
+def test_a_conversation_that_will_be_truncated_may_have_any_number_of_messages():
+    async def main() -> None:
+        async with make_engine(make_runner(max_model_len=100)) as engine:
+            messages = [HI] * 101
+            with pytest.raises(ContextLengthError):
+                await engine.encode_chat(messages)
+            token_ids = await engine.encode_chat(messages, must_fit=False)
+            assert token_ids == TOKENIZER.encode(TOKENIZER.apply_chat_template(messages))
+
+    run(main)
 
 
 def test_a_prompt_too_long_at_first_sight_is_measured_without_marks():

@@ -12,11 +12,19 @@ from typing import Any
 
 import jsonschema
 import pytest
+from engine.bound import (
+    CHOICE,
+    JSON,
+    PROMPT,
+    SCHEMA,
+    bound,
+    check_all_is_given_back,
+    make_bound_runner,
+)
 from engine.support import (
     EOS_ID,
     TOKENIZER,
     VOCAB_SIZE,
-    check_nothing_is_held,
     greedy,
     make_engine,
     make_runner,
@@ -27,11 +35,10 @@ from engine.support import (
     until_idle,
 )
 from fake_model import ends_of_bad_words
-from fakes import FakeMaskBoard, FakeRunner, next_token
+from fakes import next_token
 from tiny import save_tiny_checkpoint
 from walks import allowed
 
-from streamkv.engine import grammars as grammars_module
 from streamkv.engine.admission import bad_word_tokens
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.engine.matchers import Matchers
@@ -39,25 +46,12 @@ from streamkv.errors import (
     EngineDeadError,
     GenerationError,
     InvalidRequestError,
-    OverloadedError,
 )
 from streamkv.protocol import FinishReason, SamplingParams, pack_ints
 from streamkv.sampling import StructuredOutputs
 from streamkv.text.grammar import GrammarCompiler
 from streamkv.text.tokenizer import Tokenizer
 
-PROMPT = [10, 20, 30]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 4},
-        "kind": {"enum": ["the quick brown fox", "the lazy dog"]},
-    },
-    "required": ["name", "kind"],
-    "additionalProperties": False,
-}
-JSON = StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)
-CHOICE = StructuredOutputs(choice=["the quick brown fox jumps over the lazy dog"])
 BOTH_DEPTHS = pytest.mark.parametrize("async_scheduling", [False, True])
 
 
@@ -66,13 +60,6 @@ def compiler() -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(TOKENIZER, VOCAB_SIZE)
     yield compiler
     compiler.close()
-
-
-def bound(structured: StructuredOutputs = JSON, **params: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": 90, "temperature": 1.0, "seed": 1, "structured_outputs": structured}
-        | params
-    )
 
 
 def expected(
@@ -107,22 +94,6 @@ def expected(
         matcher.consume(token_id)
         crc = zlib.crc32(pack_ints((token_id,)), crc)
     return output
-
-
-def make_bound_runner(**options: Any) -> FakeRunner:
-    """Waits for masks as long as it takes, unless `options` say otherwise."""
-    board = FakeMaskBoard(VOCAB_SIZE)
-    return make_runner(
-        **{"masks": board, "mask_wait_s": 10.0, "max_model_len": 200, "avoid": ()} | options
-    )
-
-
-async def check_all_is_given_back(engine: AsyncEngine, runner: FakeRunner) -> None:
-    await until_idle(engine)
-    board = runner.masks
-    await until(lambda: board.num_slots == 0)  # the thread gives them back
-    assert board.violations == []
-    check_nothing_is_held(engine, runner)
 
 
 @BOTH_DEPTHS
@@ -332,11 +303,11 @@ def test_a_paused_answer_goes_on_as_if_nothing_had_been(compiler, async_scheduli
                 for num_steps in (2, 3, 5):
                     gate.release(num_steps)
                     await until(lambda: runner.num_steps > 0)
-                    engine.pause("a")
+                    stream.pause()
                     gate.release(3)  # what was sent is done
                     await until_idle(engine)
                     assert engine.stats().num_free_blocks == engine.stats().num_blocks
-                    engine.resume("a")
+                    stream.resume()
                 gate.release(1000)
                 answers = await stream.collect()
             for answer in answers:
@@ -442,26 +413,6 @@ def test_who_leaves_while_the_grammar_is_compiled_holds_nothing(monkeypatch):
     run(main)
 
 
-def test_only_so_many_grammars_wait_and_take_memory(monkeypatch):
-    runner = make_bound_runner()
-
-    async def main() -> None:
-        async with make_engine(runner) as engine:
-            monkeypatch.setattr(grammars_module, "MAX_WAITING", 2)
-            answers = await asyncio.gather(
-                *(engine.generate(PROMPT, bound(CHOICE)).collect() for _ in range(4)),
-                return_exceptions=True,
-            )
-            refused = [one for one in answers if isinstance(one, OverloadedError)]
-            assert len(refused) == 2 and "at most 2 may" in refused[0].message
-            monkeypatch.setattr(grammars_module, "MAX_BYTES", 1)
-            with pytest.raises(OverloadedError, match="grammars of all requests"):
-                await engine.generate(PROMPT, bound(CHOICE)).collect()
-            await check_all_is_given_back(engine, runner)
-
-    run(main)
-
-
 # --- the end -------------------------------------------------------------------------------------
 
 
@@ -483,7 +434,7 @@ def test_closing_the_engine_ends_the_threads_and_the_process(async_scheduling):
                 gate.release(4)
                 await until(lambda: stream.usage.num_generated_tokens >= 3)
                 assert "streamkv-matchers" in grammar_threads()
-                process = engine._reception._grammars._compiler._process._process
+                process = engine._reception._grammars._compiler._quick_process._process
                 gate.release(1000)
                 await engine.close()
                 assert (await read(stream))[-1].finish_reason is FinishReason.ABORT
@@ -500,7 +451,7 @@ def test_what_is_compiled_when_the_engine_is_closed_is_given_up():
     async def main() -> None:
         async with make_engine(runner) as engine:
             task = asyncio.create_task(engine.generate(PROMPT, bound(slow)).collect())
-            await until(lambda: engine._reception._grammars.is_used)
+            await until(lambda: engine._reception._grammars.has_begun)
         with pytest.raises((EngineDeadError, GenerationError)):
             await task
         assert grammar_threads() == []
@@ -517,7 +468,7 @@ def test_an_engine_that_is_idle_prepares_for_grammars(monkeypatch):
             grammars = engine._reception._grammars
             async with engine.generate(PROMPT, greedy(max_tokens=2)) as stream:
                 await asyncio.sleep(0.03)
-                assert not grammars.is_used  # it is busy
+                assert not grammars.has_begun  # it is busy
                 gate.release(10)
                 await read(stream)
             await until(lambda: grammars._compiler is not None)

@@ -21,9 +21,10 @@ from engine.support import (
     until_idle,
 )
 
+from streamkv.engine.prompt_output import PromptOutput
 from streamkv.engine.stream import TokenDelta, TokenStream
 from streamkv.errors import GenerationError
-from streamkv.protocol import FinishReason, SamplingParams
+from streamkv.protocol import FinishReason, RowLogprobs, SamplingParams
 
 PROMPT = [4, 5, 6]
 
@@ -293,3 +294,25 @@ def test_facts_of_a_stream_are_empty_before_it_is_entered():
     assert (stream.arrival_s, stream.first_token_s, stream.finish_s) == (None, None, None)
     assert stream.usage.num_prompt_tokens == 0
     assert engine.generate(PROMPT).request_id != engine.generate(PROMPT).request_id
+
+
+def test_parts_of_a_long_prompt_are_described_without_copying_the_whole():
+    class Prompt(tuple[int, ...]):
+        def __getitem__(self, key: Any) -> Any:
+            assert isinstance(key, int)
+            return super().__getitem__(key)
+
+    prompt = PromptOutput(
+        Prompt(range(5, 55)), SamplingParams(prompt_logprobs=0), TOKENIZER, wants_progress=False
+    )
+    assert prompt.describe(0, 50) == ()
+    scores = [RowLogprobs(-float(i), i, b"", b"") for i in range(1, 50)]
+    prompt.push(20, scores[:20])
+    assert [one and (one.token_id, one.rank) for one in prompt.describe(18, 40)] == [
+        (5 + i, i) for i in range(18, 21)
+    ]
+    prompt.push(50, scores[20:])
+    assert [one and (one.token_id, one.rank) for one in prompt.describe(0, 50)] == [
+        None,
+        *((5 + i, i) for i in range(1, 50)),
+    ]

@@ -11,18 +11,37 @@ import pytest
 from engine.support import run, until
 from fakes import FakeMaskBoard
 
-from streamkv.engine import matchers as matchers_module
 from streamkv.engine import threads
-from streamkv.engine.matchers import Matchers, News, Slot
+from streamkv.engine.matcher_lane import TURN_S
+from streamkv.engine.matchers import ALLOWED_S, ALLOWED_TOKEN_S, Matchers, News, Slot
 
 VOCAB_SIZE = 70
 POSITION = 5  # of the first token
 
 
-class Rule:
-    """A grammar: after token t comes t + 1, or anything up to `steps[t]`."""
+class Clock:
+    """Of CPU time, which passes as it is told to."""
 
-    def __init__(self, on_consume: Callable[[int], None] = lambda token_id: None) -> None:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Grammar:
+    is_slow = False
+
+
+class Rule:
+    """A matcher: after token t comes t + 1, or 20."""
+
+    def __init__(
+        self,
+        on_consume: Callable[[int], None] = lambda token_id: None,
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.grammar = grammar
         self.forced: list[int] = []
         self.has_ended = False
         self.mask = self._mask({0})
@@ -50,7 +69,8 @@ class Harness:
         self.board = FakeMaskBoard(VOCAB_SIZE)
         self.news: list[News] = []
         self.num_calls = 0
-        self.matchers = Matchers(self.board, self._on_news)
+        self.clock = Clock()
+        self.matchers = Matchers(self.board, self._on_news, self.clock)
 
     def _on_news(self, news: Sequence[News]) -> None:
         self.num_calls += 1
@@ -59,6 +79,14 @@ class Harness:
     def add(self, rule: Rule, *, can_skip: bool = True, num_bytes: int = 0) -> Slot:
         (slot,) = self.matchers.add([rule], POSITION, can_skip=can_skip, num_bytes=num_bytes)
         return slot
+
+    def lasting(self, took_s: float) -> Callable[[int], None]:
+        """What takes so much CPU time for each token."""
+
+        def pass_time(token_id: int) -> None:
+            self.clock.now_s += took_s
+
+        return pass_time
 
     def allowed(self, slot: Slot, position: int) -> frozenset[int] | None:
         """By the board; waits for it."""
@@ -148,58 +176,110 @@ def test_the_end_of_a_grammar_and_its_failures_are_told_and_nothing_follows():
         assert end == News(ending, POSITION + 1, has_ended=True)
         assert failure.slot is failing and "panic" in failure.failure
         assert harness.allowed(other, POSITION + 1) == {2, 20}
+        for slot in (ending, failing):  # steps that were sent don't wait for what won't come
+            for position in (1, 2, 3):
+                assert harness.allowed(slot, POSITION + position) is None
         harness.matchers.push([(failing, 6)])
         harness.matchers.end([ending, failing])
-        for slot in (ending, failing):  # a step that was sent doesn't wait for what won't come
-            assert harness.allowed(slot, POSITION + 1) is not None
+        harness.matchers.push([(other, 2)])
+        assert harness.allowed(other, POSITION + 2) == {3, 20}
         assert failing.matcher.consumed == [5]
 
     with_harness(test)
 
 
-def test_who_takes_long_goes_on_beside_the_others(monkeypatch):
-    monkeypatch.setattr(matchers_module, "ALLOWED_S", 1000.0)
-    gate = threading.Semaphore(0)
+def test_who_has_ended_is_waited_for_no_more_whatever_its_thread_is_at():
+    is_at_it, may_go_on = threading.Event(), threading.Event()
 
     def take_long(token_id: int) -> None:
-        end_s = time.thread_time() + 2 * matchers_module.SLOW_S
-        while token_id < 50 and time.thread_time() < end_s:
-            pass
-        assert token_id < 50 or gate.acquire(timeout=20)
+        is_at_it.set()
+        assert may_go_on.wait(20)
 
     async def test(harness: Harness) -> None:
-        slow, quick = harness.add(Rule(take_long)), harness.add(Rule())
-        harness.matchers.push([(slow, 0)])
-        await asyncio.to_thread(harness.allowed, slow, POSITION + 1)
-        harness.matchers.push([(slow, 50), (slow, 51), (quick, 0)])  # it is known to be slow now
+        slot = harness.add(Rule(take_long))
+        harness.matchers.push([(slot, 0), (slot, 1)])
+        assert await asyncio.to_thread(is_at_it.wait, 20)
+        harness.matchers.end([slot])
+        assert harness.allowed(slot, POSITION + 1) is None
+        may_go_on.set()
+        harness.matchers.give_back([slot])
+        await until(lambda: harness.board.num_slots == 0)
+        assert slot.matcher.consumed == [0], "nobody wants to know what follows the second"
+
+    with_harness(test)
+
+
+def test_a_request_whose_answers_together_take_long_goes_on_beside_the_others():
+    gate = threading.Semaphore(0)
+
+    async def test(harness: Harness) -> None:
+        def take_long(token_id: int) -> None:
+            harness.clock.now_s += 0.4 * TURN_S
+            assert token_id < 50 or gate.acquire(timeout=20)
+
+        rules = [Rule(take_long, Grammar()) for _ in range(4)]
+        slow = harness.matchers.add(rules, POSITION, can_skip=True)
+        quick = harness.add(Rule())
+        harness.matchers.push([(slot, 0) for slot in slow])
+        for slot in slow:
+            await asyncio.to_thread(harness.allowed, slot, POSITION + 1)
+        harness.matchers.push([*((slot, 50) for slot in slow), (quick, 0)])
         assert await asyncio.to_thread(harness.allowed, quick, POSITION + 1) == {1, 20}
-        assert slow.matcher.consumed in ([0], [0, 50])
-        gate.release(2)
-        await asyncio.to_thread(harness.allowed, slow, POSITION + 3)
-        assert slow.matcher.consumed == [0, 50, 51]
-        harness.matchers.give_back([slow])  # after all that came before
+        assert not any(50 in rule.consumed[:-1] for rule in rules), "the first is still at it"
+        gate.release(4)
+        for slot in slow:
+            await asyncio.to_thread(harness.allowed, slot, POSITION + 2)
+        assert [rule.consumed for rule in rules] == [[0, 50]] * 4
+        assert not any(rule.grammar.is_slow for rule in rules), "each alone is quick enough"
+        harness.matchers.give_back(slow)  # after all that came before
         await until(lambda: harness.board.num_slots == 1)
 
     with_harness(test)
 
 
-def test_who_takes_long_for_every_token_is_ended(monkeypatch):
-    monkeypatch.setattr(matchers_module, "ALLOWED_S", 0.02)
-    monkeypatch.setattr(matchers_module, "ALLOWED_TOKEN_S", 0.001)
-
-    def take_long(token_id: int) -> None:
-        end_s = time.thread_time() + 0.01
-        while time.thread_time() < end_s:
-            pass
-
+def test_a_grammar_that_took_long_for_a_token_is_known_to_be_slow_by_later_requests():
     async def test(harness: Harness) -> None:
-        slot = harness.add(Rule(take_long))
-        for token_id in range(30):
-            harness.matchers.push([(slot, token_id)])
-        await until(lambda: harness.news)
+        names: list[str] = []
+        grammar, other = Grammar(), Grammar()
+
+        def note_thread(token_id: int) -> None:
+            names.append(threading.current_thread().name)
+
+        first = harness.add(Rule(harness.lasting(1.1 * TURN_S), grammar))
+        harness.matchers.push([(first, 0)])
+        assert harness.allowed(first, POSITION + 1) is not None
+        await until(lambda: grammar.is_slow)
+        for one in (grammar, other):
+            slot = harness.add(Rule(note_thread, one))
+            harness.matchers.push([(slot, 0)])
+            assert harness.allowed(slot, POSITION + 1) is not None
+        assert names == ["streamkv-matchers-slow", "streamkv-matchers"]
+
+    with_harness(test)
+
+
+def test_who_goes_on_taking_long_is_ended_however_quick_it_was_before():
+    async def test(harness: Harness) -> None:
+        times: list[float] = []
+
+        def take(token_id: int) -> None:
+            harness.clock.now_s += times[len(slot.matcher.consumed) - 1]
+
+        async def num_consumed(*more: float) -> int:
+            """Until it fails."""
+            times.extend(more)
+            harness.matchers.push([(slot, 0) for _ in more])
+            await until(lambda: harness.news or len(slot.matcher.consumed) == len(times))
+            return len(slot.matcher.consumed)
+
+        slot = harness.add(Rule(take))
+        pause_s = 0.9 * ALLOWED_S  # something else took it, once
+        assert await num_consumed(*[0.0] * 100, pause_s, *[0.0] * 100, pause_s) == 202
+        assert await num_consumed(*[0.9 * ALLOWED_TOKEN_S] * 100) == 302
+        num_excesses = 1 + int(ALLOWED_S / ALLOWED_TOKEN_S)
+        assert await num_consumed(*[2.01 * ALLOWED_TOKEN_S] * 100) <= 302 + num_excesses
         (news,) = harness.news
-        assert "it takes 0.01 s a token" in news.failure
-        assert 2 <= len(slot.matcher.consumed) <= 4
+        assert "it takes too long, 0.04 s for the last token" in news.failure
 
     with_harness(test)
 
@@ -212,23 +292,33 @@ def test_slots_are_given_back_and_memory_is_counted():
         harness.matchers.give_back(slots[:2])
         await until(lambda: harness.board.num_slots == 1)
         assert harness.matchers.num_bytes == 100
+        harness.matchers.give_back([slots[0], slots[2]])  # one of them again
+        await until(lambda: harness.matchers.num_bytes == 0)
 
     with_harness(test)
 
 
-def test_threads_begin_when_there_is_something_to_do_and_end_when_asked(monkeypatch):
+def test_threads_begin_with_the_first_slot_whoever_makes_it_and_end_when_asked():
     def names() -> list[str]:
         found = (one.name for one in threading.enumerate())
-        return [name for name in found if name.startswith("streamkv-matchers")]
+        return sorted(name for name in found if name.startswith("streamkv-matchers"))
 
     async def test(harness: Harness) -> None:
         assert names() == []
-        slot = harness.add(Rule())
-        harness.matchers.push([(slot, 0)])
-        await until(lambda: names() == ["streamkv-matchers"])
+        both = threading.Barrier(4)
+
+        def add() -> Slot:
+            both.wait(20)
+            return harness.add(Rule())
+
+        slots = await asyncio.gather(*(asyncio.to_thread(add) for _ in range(4)))
+        assert names() == ["streamkv-matchers", "streamkv-matchers-slow"]
         harness.matchers.stop()
         await until(lambda: names() == [])
-        harness.matchers.push([(slot, 1)])
+        harness.matchers.push([(slots[0], 1)])
+        harness.matchers.give_back(slots)
+        await asyncio.to_thread(harness.matchers.close)
+        harness.add(Rule())
         assert names() == []
 
     with_harness(test)
@@ -244,9 +334,10 @@ def test_a_thread_whose_event_loop_is_gone_ends_by_itself(monkeypatch):
         kept.extend(t for t in threading.enumerate() if t.name.startswith("streamkv-matchers"))
 
     run(forget)
-    (thread,) = kept
-    thread.join(20)
-    assert not thread.is_alive()
+    assert len(kept) == 2
+    for thread in kept:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_all_slots_of_a_request_are_made_or_none():

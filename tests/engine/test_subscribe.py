@@ -21,7 +21,7 @@ from engine.support import (
 )
 from fakes import expected_scores
 
-from streamkv.engine.async_engine import AsyncEngine
+from streamkv.engine.async_engine import AsyncEngine, EngineStatus
 from streamkv.engine.stream import TokenDelta, TokenStream
 from streamkv.errors import EngineDeadError, GenerationError
 from streamkv.protocol import FinishReason, SamplingParams
@@ -315,16 +315,18 @@ def test_a_paused_request_holds_nothing_and_goes_on_as_if_nothing_had_been(async
     async def main() -> None:
         async with make_engine(runner, async_scheduling=async_scheduling) as engine:
             sampling = SamplingParams(n=2, seed=1, max_tokens=40)
-            async with engine.generate(PROMPT, sampling, request_id="a") as stream:
-                engine.pause("a")  # before the scheduler has seen it
+            stream = engine.generate(PROMPT, sampling)
+            stream.pause()  # before there is anything
+            async with stream:
+                stream.pause()  # before the scheduler has seen it
                 gate.release(100)
                 (other,) = await engine.generate([9], greedy(max_tokens=5)).collect()
                 assert list(other.token_ids) == oracle(runner, [9], 5)
                 assert stream.usage.num_generated_tokens == 0
-                engine.resume("a")
+                stream.resume()
                 await until(lambda: stream.usage.num_generated_tokens > 9)
-                engine.pause("a")
-                engine.pause("a")
+                stream.pause()
+                stream.pause()
                 await until_idle(engine)
                 num_tokens = stream.usage.num_generated_tokens
                 stats = engine.stats()
@@ -332,15 +334,15 @@ def test_a_paused_request_holds_nothing_and_goes_on_as_if_nothing_had_been(async
                 for _ in range(20):
                     await asyncio.sleep(0)
                 assert stream.usage.num_generated_tokens == num_tokens < 80
-                engine.resume("a")
-                engine.resume("a")
+                stream.resume()
+                stream.resume()
                 gate.release(100)
                 for completion in await stream.collect():
                     assert list(completion.token_ids) == oracle(
                         runner, PROMPT, 40, temperature=1.0, seed=1, choice=completion.choice
                     )
-            engine.pause("nobody")
-            engine.resume("a")
+            stream.pause()
+            stream.resume()
             await until_idle(engine)
             check_nothing_is_held(engine, runner)
 
@@ -354,13 +356,57 @@ def test_a_paused_request_may_be_left(num_steps):
 
     async def main() -> None:
         async with make_engine(runner) as engine:
-            async with engine.generate(PROMPT, greedy(max_tokens=40), request_id="a") as stream:
+            async with engine.generate(PROMPT, greedy(max_tokens=40)) as stream:
                 gate.release(num_steps or 1)
                 await until(lambda: stream.usage.num_generated_tokens == num_steps)
-                engine.pause("a")
+                stream.pause()
                 gate.release(100)
             await until_idle(engine)
             check_nothing_is_held(engine, runner)
+
+    run(main)
+
+
+def test_a_stream_pauses_itself_and_no_other_that_has_its_id_now():
+    gate = threading.Semaphore(0)
+    runner = make_runner(gate=gate)
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with engine.generate(PROMPT, greedy(max_tokens=2), request_id="a") as stream:
+                gate.release(2)
+                await until(lambda: stream.finish_s is not None)  # and nobody has read it
+                async with engine.generate([9], greedy(max_tokens=9), request_id="a") as other:
+                    stream.pause()
+                    gate.release(100)
+                    (completion,) = await other.collect()
+                    assert list(completion.token_ids) == oracle(runner, [9], 9)
+
+    run(main)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_paused_request_may_be_resumed_after_the_engines_end(is_closed):
+    runner = make_runner(gate=(gate := threading.Semaphore(0)))
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with engine.generate(PROMPT, greedy(max_tokens=40)) as stream:
+                gate.release(1)
+                await until(lambda: stream.usage.num_generated_tokens == 1)
+                stream.pause()
+                gate.release(100)
+                await until_idle(engine)
+                assert stream.finish_s is None
+                runner.fail_step_ids = frozenset(range(100))
+                while not is_closed and engine.status is EngineStatus.READY:
+                    with pytest.raises(GenerationError):
+                        await engine.generate([9], greedy(max_tokens=4)).collect()
+                if is_closed:
+                    await engine.close()
+                assert stream.finish_s is not None
+                stream.resume()
+                stream.pause()
 
     run(main)
 

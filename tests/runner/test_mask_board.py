@@ -108,6 +108,28 @@ def test_nobody_waits_for_a_slot_that_is_gone_nor_longer_than_was_said():
     assert board.find([0], [1], LONG) == [True], "the next wait has nothing to wait for"
 
 
+def test_nobody_waits_for_a_mask_that_has_been_passed():
+    board, both = MaskBoard(32), threading.Barrier(2)
+    slots = [board.add() for _ in range(50)]
+
+    def pass_by() -> None:
+        for slot in slots:
+            both.wait()
+            board.publish(slot, 8)
+
+    thread = threading.Thread(target=pass_by, daemon=True)
+    thread.start()
+    started = time.monotonic()
+    for slot in slots:
+        both.wait()
+        assert board.find([slot], [7], LONG) == [False]  # before or after it was passed
+        board.publish(slot, 7)
+        assert board.find([slot], [7], LONG) == [False], "positions only grow"
+        assert board.find([slot], [8], LONG) == [True]
+    assert time.monotonic() - started < LONG
+    thread.join()
+
+
 def test_a_slot_that_is_removed_while_it_is_waited_for_ends_the_wait():
     board, both = MaskBoard(32), threading.Barrier(2)
     kept, slots = board.add(), [board.add() for _ in range(50)]

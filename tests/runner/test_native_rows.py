@@ -116,6 +116,8 @@ class Pair:
         ):
             if slot >= 0 and rng.random() < 0.85:
                 allowed = rng.sample(range(VOCAB_SIZE), rng.choice([1, 5, VOCAB_SIZE]))
+                self.masks.remove(slot)  # another sequence may have had it, with more tokens
+                assert self.masks.add() == slot
                 self.masks.words(slot)[:] = memoryview(mask_words(allowed, VOCAB_SIZE))
                 self.masks.publish(slot, position - (rng.random() < 0.1))
 

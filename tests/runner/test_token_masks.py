@@ -1,4 +1,5 @@
-"""Which tokens masks leave, in numpy and in the extension, against the rules written with sets."""
+"""Which tokens masks leave, in numpy, in the extension and in the fake that the engine's tests use,
+against the rules written with sets."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from fake_rows import FakeRow
 from runner.support import GREEDY, mask_words
 from runner.test_native_sampler import row
 
 from streamkv import _cpu
-from streamkv.protocol import RowSampling, pack_ints
+from streamkv.protocol import RowAdded, RowSampling, pack_ints
 from streamkv.runner.token_masks import TokenMasks
 
 
@@ -82,6 +84,22 @@ class Case(NamedTuple):
             found.add(token_id)
         return found
 
+    def in_the_fake(self) -> set[int]:
+        """Each context chooses the first allowed token from another one on."""
+        added = RowAdded(
+            row=0,
+            num_prompt_tokens=len(self.prompt),
+            token_ids=pack_ints(self.prompt + self.output),
+            block_ids=b"",
+            sampling=self.sampling(),
+        )
+        row, found = FakeRow(added), set()
+        for context_crc in range(self.vocab_size):
+            mask = None if self.grammar is None else frozenset(self.grammar)
+            found.add(row.sample(context_crc, self.vocab_size, (), mask))
+            row.token_ids.pop()
+        return found
+
 
 def ends_with(output: list[int], before: tuple[int, ...]) -> bool:
     """Of the output alone: what the prompt ends with counts for nothing."""
@@ -114,14 +132,46 @@ def drawn(rng: random.Random) -> Case:
 def test_what_is_left_is_what_the_rules_say():
     rng = random.Random(7)
     num_yielding = 0
-    for _ in range(1500):
+    for number in range(1500):
         case = drawn(rng)
         expected = case.expected()
         assert case.in_python() == expected, case
         assert case.in_the_extension() == expected, case
+        if number % 8 == 0:  # it takes its time
+            assert case.in_the_fake() == expected, case
         strict = case._replace(grammar=None, allowed=[], words=[], min_tokens=0).expected()
         num_yielding += case.grammar is not None and not case.grammar & strict
     assert num_yielding > 50, "masks that would leave nothing"
+
+
+NOTHING_ELSE = Case(8, None, [], [], [], 0, [1], [3])
+LEFT_ALONE = {
+    "an end token that the grammar wants": (
+        NOTHING_ELSE._replace(grammar={2}, stop_ids=[2], min_tokens=5),
+        {2},
+    ),
+    "a bad word that the grammar wants": (NOTHING_ELSE._replace(grammar={4}, words=[(3, 4)]), {4}),
+    "allowed tokens that it excludes": (NOTHING_ELSE._replace(grammar={4, 5}, allowed=[6]), {4, 5}),
+    "a bad word that alone is allowed": (NOTHING_ELSE._replace(allowed=[6], words=[(6,)]), {6}),
+    "an end token that bad words leave": (
+        NOTHING_ELSE._replace(allowed=[2, 6], words=[(6,)], stop_ids=[2], min_tokens=5),
+        {2},
+    ),
+    "a grammar that allows nothing": (NOTHING_ELSE._replace(grammar=set(), allowed=[6]), {6}),
+    "all of them": (
+        Case(8, {2, 5}, [5, 6], [(5,)], [5], 9, [1], [3]),
+        {5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_a_mask_that_would_leave_nothing_is_not_applied(name):
+    case, left = LEFT_ALONE[name]
+    assert case.expected() == left
+    assert case.in_python() == left
+    assert case.in_the_extension() == left
+    assert case.in_the_fake() == left
 
 
 @pytest.mark.parametrize(

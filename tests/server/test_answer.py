@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,9 @@ from engine.support import check_nothing_is_held, greedy, make_engine, make_runn
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.engine.stream import TokenDelta, TokenStream
 from streamkv.errors import CapacityError, GoneError, InvalidRequestError, NotFoundError
+from streamkv.protocol import FinishReason
+from streamkv.server import answer as answers
+from streamkv.server import deltas
 from streamkv.server.answer import Answer, Event, OnDisconnect, Policy
 from streamkv.server.event_log import EVENT_OVERHEAD_BYTES, EventLog, LogBudget
 
@@ -84,7 +89,8 @@ class Reader:
         for _, event in self.got:
             if not event.name:
                 prompt, choice, ids = event.data.split(b":")
-                tokens.setdefault((int(prompt), int(choice)), []).extend(map(int, ids.split(b",")))
+                found = tokens.setdefault((int(prompt), int(choice)), [])
+                found += map(int, ids.split(b",")) if ids else ()
         return tokens
 
 
@@ -93,10 +99,9 @@ def budget(max_bytes: int = 1 << 20, max_total_bytes: int = 1 << 22) -> LogBudge
 
 
 def make_answer(
-    engine: AsyncEngine, writer: Writer | None = None, policy: Policy = KEPT, **options: Any
+    writer: Writer | None = None, policy: Policy = KEPT, logs: LogBudget | None = None
 ) -> Answer:
-    logs = options.get("budget") or budget()
-    return Answer("a-1", writer or Writer(), engine, logs, policy=policy)
+    return Answer("a-1", writer or Writer(), logs or budget(), policy=policy)
 
 
 def sources(engine: AsyncEngine, num_prompts: int = 1, **params: Any) -> list[TokenStream]:
@@ -127,7 +132,7 @@ def test_a_reader_gets_every_token_once_in_order_with_numbers_without_a_gap(
 ) -> None:
     async def test(engine: AsyncEngine) -> None:
         writer, reader = Writer(), Reader()
-        answer = make_answer(engine, writer, policy)
+        answer = make_answer(writer, policy)
         answer.attach(reader)
         await answer.start(sources(engine, num_prompts, n=n))
         await answer.wait_ended()
@@ -153,7 +158,7 @@ def test_a_reader_that_opens_now_and_then_gets_the_same_tokens_in_fewer_events(
 
     async def test(engine: AsyncEngine) -> None:
         reader = Reader(room=0)
-        answer = make_answer(engine, policy=policy)
+        answer = make_answer(policy=policy)
         answer.attach(reader)
         await answer.start(sources(engine, 2, n=2, max_tokens=60))
         await until(lambda: engine.stats().generation_tokens_total >= 100)
@@ -186,7 +191,7 @@ def test_a_writer_that_breaks_ends_its_own_answer_only(
             writer = Writer(breaks_in="push" if part == "fail" else part)
             if part == "fail":
                 writer.fail = None  # type: ignore[assignment, method-assign]
-            answer = make_answer(engine, writer)
+            answer = make_answer(writer)
             answer.attach(reader)
             await answer.start(sources(engine, num_prompts, max_tokens=100))
             await answer.wait_ended()
@@ -211,7 +216,7 @@ def test_an_outlet_that_breaks_ends_its_answer_and_is_told(
 ) -> None:
     async def test(engine: AsyncEngine) -> None:
         reader = Reader(breaks=True)
-        answer = make_answer(engine, policy=policy)
+        answer = make_answer(policy=policy)
         answer.attach(reader)
         await answer.start(sources(engine, max_tokens=100))
         await answer.wait_ended()
@@ -227,7 +232,7 @@ def test_an_outlet_that_breaks_ends_its_answer_and_is_told(
 def test_a_source_that_is_refused_leaves_none_of_the_others_behind() -> None:
     async def test(engine: AsyncEngine) -> None:
         writer = Writer()
-        answer = make_answer(engine, writer)
+        answer = make_answer(writer)
         too_long = engine.generate([1, 2, 3], greedy(max_tokens=100), request_id="r-9")
         with pytest.raises(CapacityError):
             await answer.start([*sources(engine, 2), too_long])
@@ -240,7 +245,7 @@ def test_a_source_that_is_refused_leaves_none_of_the_others_behind() -> None:
 def test_cancelling_before_the_admission_ends_it_at_once_like_any_other() -> None:
     async def test(engine: AsyncEngine) -> None:
         writer, reader = Writer(), Reader()
-        answer = make_answer(engine, writer)
+        answer = make_answer(writer)
         answer.attach(reader)
         answer.cancel()
         await answer.start(sources(engine, 3, max_tokens=100))
@@ -254,7 +259,7 @@ def test_cancelling_before_the_admission_ends_it_at_once_like_any_other() -> Non
 def test_without_a_reader_the_rest_of_an_answer_is_one_delta_in_its_log() -> None:
     async def test(engine: AsyncEngine) -> None:
         first, second = Reader(), Reader()
-        answer = make_answer(engine)
+        answer = make_answer()
         answer.attach(first)
         await answer.start(sources(engine, max_tokens=80))
         await until(lambda: len(first.got) > 5)
@@ -270,10 +275,136 @@ def test_without_a_reader_the_rest_of_an_answer_is_one_delta_in_its_log() -> Non
     with_engine(test)
 
 
+@pytest.mark.parametrize(
+    ("num_chars", "num_tokens"), [(0, 0), (7, 2), (512, 512), (513, 9), (9, 513)]
+)
+def test_a_delta_is_its_pieces_joined_and_none_of_them_is_long(
+    num_chars: int, num_tokens: int
+) -> None:
+    text = "".join(map(chr, range(1000, 1000 + num_chars)))
+    delta = TokenDelta(2, text, tuple(range(num_tokens)), (), FinishReason.STOP, 5, -0.5)
+    *pieces, last = deltas.cut(delta)
+    assert len(pieces) == deltas.is_long(delta)
+    assert "".join(piece.text for piece in (*pieces, last)) == text
+    assert [i for piece in (*pieces, last) for i in piece.token_ids] == list(range(num_tokens))
+    assert not any(map(deltas.is_long, (*pieces, last)))
+    assert [piece.finish_reason for piece in pieces] == [None] * len(pieces)
+    assert (last.choice, last.finish_reason, last.stop_reason) == (2, FinishReason.STOP, 5)
+    assert last.cumulative_logprob == -0.5
+
+
+@pytest.mark.parametrize("num_before", [20, 80])  # goes on with the next token, or when told to
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_what_merged_comes_to_the_writer_in_pieces_with_turns_of_the_loop_between(
+    monkeypatch: pytest.MonkeyPatch, num_prompts: int, num_before: int
+) -> None:
+    monkeypatch.setattr(deltas, "MAX_PIECE_LEN", 4)
+    monkeypatch.setattr(answers, "LEN_PER_TAKE", 1)
+    monkeypatch.setattr(answers, "TAKES_PER_TURN", 4)
+    gate = threading.Semaphore(num_before + 4)
+    turns: list[int] = []  # in which pieces were read
+
+    class CountingWriter(Writer):
+        def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
+            assert not deltas.is_long(delta)
+            turns.append(turn)
+            return super().push(prompt, delta)
+
+    turn = 0
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def test(engine: AsyncEngine) -> None:
+        counting = asyncio.create_task(count())
+        reader = Reader(room=1)
+        answer = make_answer(CountingWriter())
+        answer.attach(reader)
+        await answer.start(sources(engine, num_prompts, max_tokens=80))
+        await until(lambda: engine.stats().generation_tokens_total >= num_before * num_prompts)
+        reader.room = 1 << 30
+        if num_before == 80:
+            answer.pump()
+        gate.release(1000)
+        await answer.wait_ended()
+        counting.cancel()
+        if num_before == 80:  # nothing else is read meanwhile
+            assert len(turns) == len(set(turns)) > 20 * num_prompts
+        for prompt, source in enumerate(sources(engine, num_prompts, max_tokens=80)):
+            (alone,) = await source.collect()
+            assert reader.tokens()[prompt, 0] == list(alone.token_ids)
+
+    with_engine(test, gate=gate)
+
+
+def test_an_answer_that_has_ended_holds_its_events_and_nothing_that_made_them() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        writer, reader = Writer(), Reader()
+        made_by = weakref.ref(writer)
+        answer = make_answer(writer)
+        answer.attach(reader)
+        (source,) = sources(engine)
+        stream = weakref.ref(source)
+        await answer.start([source])
+        await answer.wait_ended()
+        await answer.wait_left()
+        del writer, source
+        gc.collect()
+        assert made_by() is None and stream() is None
+        again = Reader()
+        answer.attach(again)
+        assert again.got == reader.got and again.num_ends == 1
+
+    with_engine(test)
+
+
+def test_a_pause_is_of_the_answers_own_streams_whatever_their_ids() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        reader = Reader(room=1)
+        answer = make_answer(policy=KEPT._replace(on_disconnect=OnDisconnect.PAUSE))
+        answer.attach(reader)
+        await answer.start(sources(engine))
+        await until(lambda: answer.streams[0].finish_s is not None)
+        (other,) = sources(engine)  # the id is free again
+        async with other:
+            answer.detach(reader)
+            (whole,) = await other.collect()
+        assert len(whole.token_ids) == 12
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("has_reader", [True, False])
+def test_one_that_is_forgotten_while_it_runs_gives_its_log_back_when_it_has_been_read(
+    has_reader: bool,
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        logs, reader = budget(), Reader(room=3)
+        answer = make_answer(logs=logs)
+        if has_reader:
+            answer.attach(reader)
+        await answer.start(sources(engine))
+        answer.forget()
+        if has_reader:
+            await until(lambda: not reader.room and answer.streams[0].finish_s is not None)
+            reader.room = 1 << 30
+            answer.pump()
+        await answer.wait_ended()
+        assert logs.num_bytes == 0
+        assert [number for number, _ in reader.got] == list(
+            range(answer.num_events if has_reader else 0)
+        )
+
+    with_engine(test)
+
+
 def test_a_second_reader_takes_over_and_the_first_one_is_told() -> None:
     async def test(engine: AsyncEngine) -> None:
         first, second = Reader(), Reader()
-        answer = make_answer(engine)
+        answer = make_answer()
         answer.attach(first)
         await answer.start(sources(engine, max_tokens=80))
         await until(lambda: len(first.got) > 5)
@@ -293,7 +424,7 @@ def test_only_events_that_are_kept_can_be_asked_for() -> None:
     async def test(engine: AsyncEngine) -> None:
         # Room for four events of a delta.
         small = budget(max_bytes=4 * (EVENT_OVERHEAD_BYTES + 10))
-        answer = make_answer(engine, budget=small)
+        answer = make_answer(logs=small)
         reader = Reader()
         answer.attach(reader)
         await answer.start(sources(engine, max_tokens=30))
@@ -308,7 +439,7 @@ def test_only_events_that_are_kept_can_be_asked_for() -> None:
         again = Reader()
         answer.attach(again, after=last - 2)
         assert again.got == reader.got[-2:]
-        plain = make_answer(engine, policy=Policy())
+        plain = make_answer(policy=Policy())
         plain.attach(Reader())
         await plain.start(sources(engine, max_tokens=3))
         with pytest.raises(NotFoundError) as missing:
@@ -321,7 +452,7 @@ def test_only_events_that_are_kept_can_be_asked_for() -> None:
 
 def test_a_log_keeps_what_its_reader_has_not_got_even_beyond_its_size() -> None:
     async def test(engine: AsyncEngine) -> None:
-        answer = make_answer(engine, budget=budget(max_bytes=1))
+        answer = make_answer(logs=budget(max_bytes=1))
         reader = Reader(room=1)
         answer.attach(reader)
         await answer.start(sources(engine, 2, n=3, max_tokens=20))
@@ -372,7 +503,7 @@ def test_a_paused_answer_holds_no_block_and_goes_on_where_it_was() -> None:
 
     async def test(engine: AsyncEngine) -> None:
         first, second = Reader(), Reader()
-        answer = make_answer(engine, policy=KEPT._replace(on_disconnect=OnDisconnect.PAUSE))
+        answer = make_answer(policy=KEPT._replace(on_disconnect=OnDisconnect.PAUSE))
         answer.attach(first)
         await answer.start(sources(engine, max_tokens=60))
         await until(lambda: len(first.got) > 3)
@@ -397,7 +528,7 @@ def test_after_the_window_an_answer_without_a_reader_is_cancelled(
     gate = threading.Semaphore(6)
 
     async def test(engine: AsyncEngine) -> None:
-        answer = make_answer(engine, policy=Policy(True, on_disconnect, 0.02))
+        answer = make_answer(policy=Policy(True, on_disconnect, 0.02))
         reader = Reader()
         answer.attach(reader)
         await answer.start(sources(engine, max_tokens=60))

@@ -50,8 +50,9 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def allowed(mode: str, name: str) -> dict[str, Any]:
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name)]}}
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = list(map(named, names))
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 CALL = {"function": {"name": "f", "arguments": "{}"}}
@@ -149,6 +150,20 @@ CASES = [
         "response_format",
     ),
     (CHAT, chat(response_format={"type": "structural_tag"}), 400, "response_format"),
+    (CHAT, chat(response_format={"type": "text", "schema": {}}), 400, "response_format.schema"),
+    (
+        CHAT,
+        chat(response_format=JSON_OBJECT | {"json_schema": {"schema": {}}}),
+        400,
+        "response_format.json_schema",
+    ),
+    (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {}, "schema": {}}),
+        400,
+        "response_format.schema",
+    ),
+    (CHAT, chat(guided_regex="a", guided_whitespace_pattern=" "), 400, "guided_regex"),
     (CHAT, chat(audio={"voice": "x"}), 400, "audio"),
     (CHAT, chat(modalities=["text", "audio"]), 400, "modalities"),
     (CHAT, chat(prediction={"type": "content"}), 400, "prediction"),
@@ -171,6 +186,9 @@ CASES = [
     (CHAT, chat(chat_template_kwargs={"messages": "x"}), 400, "chat_template_kwargs"),
     (CHAT, chat(chat_template_kwargs={"chat_template": "x"}), 400, "chat_template_kwargs"),
     (CHAT, chat(chat_template_kwargs={"a": [0] * 70_000}), 400, "chat_template_kwargs"),
+    (CHAT, said(role="assistant", audio={"id": "a"}), 400, "messages[1].audio"),
+    (CHAT, said(role="assistant", refusal=1), 400, "messages[1].refusal"),
+    (CHAT, said(role="assistant", function_call={}), 400, "messages[1].function_call.name"),
     (CHAT, chat(chat_template="hi"), 400, "chat_template"),
     (CHAT, chat(documents=[1]), 400, "documents[0]"),
     (CHAT, chat(documents=[{"text": "a"}] * 1025), 400, "documents"),
@@ -198,7 +216,26 @@ CASES = [
     (CHAT, chat(stop_token_ids=[1] * 1025), 400, "stop_token_ids"),
     (CHAT, chat(logit_bias={str(i): 1 for i in range(1025)}), 400, "logit_bias"),
     (CHAT, chat(functions=[[1]] * 100_000), 400, "functions"),
-    (CHAT, chat(tools=[[1]] * 100_000), 400, "tools[0]"),
+    (CHAT, chat(tools=[[1]] * 10_000), 400, "tools[0]"),
+    (CHAT, chat(tools=[[1]] * 100_000), 400, "tools"),
+    (
+        CHAT,
+        chat(
+            tools=[TOOL | {"function": {"name": "f", "parameters": {"k" * 300_000: 1}}}],
+            tool_choice="none",
+        ),
+        400,
+        "tools",
+    ),
+    (CHAT, chat(tool_choice=allowed("auto", *("f" * 9_000))), 400, "tool_choice"),
+    (CHAT, chat(chat_template_kwargs={"k" * 140_000: 1}), 400, "chat_template_kwargs"),
+    (CHAT, chat(documents=[{"k" * 5_000_000: ""}]), 400, "documents"),
+    (CHAT, chat(guided_choice=["a"] * 300_000), 400, "guided_choice"),
+    (CHAT, chat(guided_json={str(i): 1 for i in range(100_000)}), 400, "guided_json"),
+    (CHAT, chat(structured_outputs={"regex": "a" * 1_100_000}), 400, "structured_outputs"),
+    (CHAT, chat(stop="a" * 300_000), 400, "stop"),
+    (CHAT, chat(bad_words=["a"] * 100_000), 400, "bad_words"),
+    (CHAT, chat(allowed_token_ids=[1] * 200_000), 400, "allowed_token_ids"),
     (TEXT, text(prompt=[1] * 100_000), 400, "prompt"),
     (TEXT, text(prompt=[*([1] * 100_000), "a"]), 400, "prompt"),
     (TEXT, text(prompt=[[1] * 100_000]), 400, "prompt"),
@@ -273,6 +310,15 @@ def test_a_bad_field_is_named(
     with server.client() as client:
         for stream in ({}, {"stream": True}):
             check_error(client.post(path, json=stream | body), status, param)
+
+
+def test_a_field_that_is_sent_twice_is_measured_as_the_one_that_counts(server: Server) -> None:
+    """What is never read costs nothing, and a limit that only the last one kept would be none."""
+    long, short = f'"stop": "{"a" * 300_000}"', '"stop": "b"'
+    with server.client() as client:
+        for fields, status in (((long, short), 200), ((short, long), 400)):
+            body = f'{{"prompt": "hi", "max_tokens": 1, {fields[0]}, {fields[1]}}}'
+            assert client.post(TEXT, content=body).status_code == status
 
 
 MALFORMED = [

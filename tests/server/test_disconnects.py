@@ -6,20 +6,17 @@ two more after an abort are all that it may take until every block is free.
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fakes import FakeRunner, expected_tokens
-from server.harness import DEADLINE_S, VOCAB_SIZE, Server, fake_runner, serve
+from server.harness import DEADLINE_S, VOCAB_SIZE, fake_runner, serve
+from server.raw_client import CHAT, RESPONSES, TEXT, Client, Device, Gate
 from websockets.sync.client import connect
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BUDGET = 64  # tokens of a step
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
 # Each has a prompt that takes several steps; how many sequences it becomes.
@@ -39,62 +36,6 @@ WAYS = ["json", "sse", "websocket"]
 STAGES = ["queued", "prefill", "midway"]
 
 
-class Gate:
-    """How many steps the device may take."""
-
-    def __init__(self) -> None:
-        self.semaphore = threading.Semaphore(0)
-
-    def let(self, num: int) -> None:
-        self.semaphore.release(num)
-
-    def close(self) -> None:
-        while self.semaphore.acquire(blocking=False):
-            pass
-
-
-class Device:
-    """A server and its gate."""
-
-    def __init__(self, server: Server, gate: Gate) -> None:
-        self.server, self.gate = server, gate
-        self._clients: list[Client] = []
-
-    def client(self, way: str, path: str, body: dict[str, Any]) -> Client:
-        self._clients.append(Client(self.server, way, path, body))
-        return self._clients[-1]
-
-    def wait_idle(self) -> None:
-        """Until no request is known and no block held; then the device stands still again."""
-        answers = self.server.serving.app.state.answers
-        self.wait(lambda: not answers.num_running)
-        self.server.wait_idle()
-        self.gate.close()
-        while self._clients:
-            self._clients.pop().leave()
-
-    @property
-    def stats(self) -> Any:
-        return self.server.engine.stats()
-
-    @property
-    def runner(self) -> FakeRunner:
-        assert isinstance(self.server.runner, FakeRunner)
-        return self.server.runner
-
-    @property
-    def num_inside(self) -> int:
-        """Sequences that run or wait."""
-        return int(self.stats.num_requests_running + self.stats.num_requests_waiting)
-
-    @property
-    def num_aborted(self) -> int:
-        return int(self.stats.request_success_total["abort"])
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        self.server.wait_until(condition)
-
-
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
     gate = Gate()
@@ -109,53 +50,6 @@ def device() -> Iterator[Device]:
         gate.let(10_000)
         server.wait_idle()
         assert runner.violations == []
-
-
-class Client:
-    """A request on a raw socket."""
-
-    def __init__(
-        self,
-        server: Server,
-        way: str,
-        path: str,
-        body: dict[str, Any],
-        *,
-        receive_buffer: int | None = None,
-    ) -> None:
-        self.socket = socket.socket()
-        if receive_buffer is not None:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.settimeout(DEADLINE_S)
-        self.socket.connect(("127.0.0.1", server.port))
-        if way == "websocket":
-            self._upgrade(server, path)
-            self._send_text(json.dumps({"type": "response.create", **body}).encode())
-            return
-        data = json.dumps(body | {"stream": way == "sse"}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {server.host}\r\nContent-Length: {len(data)}\r\n\r\n"
-        self.socket.sendall(head.encode() + data)
-
-    def _upgrade(self, server: Server, path: str) -> None:
-        key = base64.b64encode(os.urandom(16)).decode()
-        self.socket.sendall(
-            f"GET {path} HTTP/1.1\r\nHost: {server.host}\r\nUpgrade: websocket\r\n"
-            f"Connection: Upgrade\r\nSec-WebSocket-Key: {key}\r\n"
-            "Sec-WebSocket-Version: 13\r\n\r\n".encode()
-        )
-        received = b""
-        while not received.endswith(b"\r\n\r\n"):
-            received += self.socket.recv(1)
-
-    def _send_text(self, data: bytes) -> None:
-        size = len(data)
-        head = b"\x81" + (
-            bytes([0x80 | size]) if size < 126 else bytes([0x80 | 126]) + size.to_bytes(2, "big")
-        )
-        self.socket.sendall(head + bytes(4) + data)  # a mask of zeros
-
-    def leave(self) -> None:
-        self.socket.close()
 
 
 def cases() -> list[Any]:

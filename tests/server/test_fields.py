@@ -10,6 +10,7 @@ import pytest
 from openai.types import completion_create_params as of_text
 from openai.types.chat import completion_create_params as of_chat
 from server.harness import Server, read_events, serve
+from tiny import tiny_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
@@ -58,7 +59,6 @@ WORKS: dict[str, dict[str, Any]] = {
         "add_special_tokens": True,
         "chat_template_kwargs": {"custom": [1]},
         "continue_final_message": True,
-        "documents": [{"title": "a", "text": "b"}],
         "include_reasoning": False,
         "logprobs": True,
         "max_completion_tokens": 2,
@@ -100,16 +100,22 @@ REFUSED: dict[str, dict[str, Any]] = {
     CHAT: {
         "audio": {"voice": "x", "format": "wav"},
         "chat_template": "{{ messages }}",
+        "documents": [{"title": "a", "text": "b"}],  # its template has no place for them
+        "ebnf": "root ::= x",
         "function_call": {"name": "f"},
         "functions": [{"name": "f"}],
+        "json_schema": {"type": "object"},
         "kv_transfer_params": {"a": 1},
         "logits_processors": ["x"],
         "media_io_kwargs": {"a": {}},
         "mm_processor_kwargs": {"a": 1},
         "modalities": ["text", "audio"],
         "moderation": {"model": "m"},
+        "n_predict": 5,
         "prediction": {"type": "content", "content": "x"},
         "prompt_cache_options": {"mode": "explicit"},
+        "regex": "a+",
+        "repeat_penalty": 1.1,
         "repetition_detection": {"a": 1},
         "thinking_token_budget": 10,
         "truncation_side": "right",
@@ -226,6 +232,9 @@ def test_truncated_prompts_keep_their_end(server: Server) -> None:
         body = {"max_tokens": 1, "return_token_ids": True}
         expected = server.chat_prompt(USER | {"content": text})[-20:]
         assert client.post(CHAT, json=chat | body).json()["prompt_token_ids"] == expected
+        chat["messages"] = [USER] * 600  # more than the context has tokens
+        expected = server.chat_prompt(*chat["messages"])[-20:]
+        assert client.post(CHAT, json=chat | body).json()["prompt_token_ids"] == expected
 
 
 def test_allowed_tokens_are_the_only_ones_and_bad_words_never_come(server: Server) -> None:
@@ -279,6 +288,15 @@ def test_a_client_brings_its_own_template_only_where_that_is_allowed(server: Ser
         assert tokens == ids
         broken = client.post(CHAT, json=body | {"chat_template": "{% if %}"})
         assert (broken.status_code, broken.json()["error"]["param"]) == (400, "chat_template")
+
+
+def test_documents_are_told_to_a_template_that_has_a_place_for_them() -> None:
+    source = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    tokenizer = tiny_tokenizer(**{"tokenizer.chat_template": source})
+    body = {"messages": [USER], "max_tokens": 1, "return_token_ids": True}
+    with serve(engine={"tokenizer": tokenizer}) as server, server.client() as client:
+        ids = client.post(CHAT, json=body | {"documents": [{"text": "read"}]}).json()
+        assert ids["prompt_token_ids"] == tokenizer.encode("readhi")
 
 
 def test_no_name_of_a_template_variable_is_a_500(server: Server) -> None:

@@ -29,7 +29,7 @@ def upgrade(server: Server, request_line: str, *headers: str, usual: bool = True
     """The status of an upgrade; an answer other than 101 must be whole and the end."""
     lines = [request_line, f"Host: {server.host}", *(UPGRADE if usual else []), *headers, "", ""]
     with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as client:
-        client.sendall("\r\n".join(lines).encode())
+        client.sendall("\r\n".join(lines).encode("latin-1"))
         answer = client.makefile("rb")
         status = int(answer.readline().split()[1])
         if status != 101:
@@ -64,6 +64,30 @@ def test_every_upgrade_is_answered_and_none_is_logged(
     answered = upgrade(server, request_line, *headers)
     assert answered == status or (request_line.startswith("POST") and answered == 405)
     server.wait_until(lambda: not server.serving.server_state.connections)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("value", [b"\xff\xfe", "Ü".encode(), b"MDEyMzQ1Njc4OWFiY2RlZg==\xe9"])
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("Connection: Upgrade,", 400),
+        ("Sec-WebSocket-Version:", 400),
+        ("Sec-WebSocket-Key:", 400),
+        ("Sec-WebSocket-Protocol:", 400),
+        ("Sec-WebSocket-Extensions:", 400),
+        ("Origin:", 403),
+        ("Authorization:", 101),
+        ("User-Agent:", 101),
+    ],
+)
+def test_bytes_that_are_no_ascii_are_refused_where_they_would_be_read(
+    server: Server, caplog: pytest.LogCaptureFixture, name: str, value: bytes, status: int
+) -> None:
+    header = f"{name} {value.decode('latin-1')}"
+    others = [one for one in UPGRADE if not one.startswith(name.partition(":")[0])]
+    request_line = "GET /v1/responses HTTP/1.1"
+    assert upgrade(server, request_line, *others, header, usual=False) == status
     assert caplog.records == []
 
 

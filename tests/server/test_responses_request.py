@@ -161,6 +161,7 @@ def test_every_optional_field_may_be_null(server: Server) -> None:
         ("messages", {"messages": [USER]}),
         ("return_token_ids", {"return_token_ids": True}),
         ("credits", {"credits": 5}),
+        ("stream_id", {"stream_id": "a"}),
         ("top_k", {"top_k": -7}),
         ("input", {"input": None}),
         ("input", {"input": "the fox " * MAX_MODEL_LEN}),

@@ -337,6 +337,26 @@ def test_deleting_a_running_response_ends_it() -> None:
         assert get(server, created.id).status_code == 404
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_response_that_was_deleted_is_nowhere_to_be_read(runs: bool) -> None:
+    gate = threading.Semaphore(0 if runs else 1000)
+    with serve(fake_runner(gate=gate)) as server, server.client() as http:
+        client = server.openai()
+        created = client.responses.create(model=MODEL, input="one", background=True)
+        if not runs:
+            server.wait_idle()
+        assert http.head(f"/v1/streams/{created.id}").status_code == 200
+        assert http.delete(f"/v1/responses/{created.id}").status_code == 200
+        name = created.id.removeprefix("resp_")
+        for url in (
+            f"/v1/{where}/{x}" for where in ("streams", "requests") for x in (created.id, name)
+        ):
+            assert http.get(url).status_code == 404
+        assert get(server, f"{created.id}?stream=true").status_code == 404
+        gate.release(1000)
+        server.wait_until(lambda: server.serving.app.state.answers.budget.num_bytes == 0)
+
+
 def test_what_fails_in_the_background_is_told_by_its_status() -> None:
     gate = threading.Semaphore(0)
     runner = fake_runner(gate=gate)
@@ -360,6 +380,12 @@ def test_what_fails_in_the_background_is_told_by_its_status() -> None:
         (
             "background_options.completion_window",
             {"background": True, "background_options": {"completion_window": "8h"}},
+        ),
+        ("on_disconnect", {"background": True, "on_disconnect": "abort"}),
+        ("on_disconnect", {"background": True, "on_disconnect": "pause"}),
+        (
+            "stream_options.resumable",
+            {"background": True, "stream": True, "stream_options": {"resumable": False}},
         ),
     ],
 )

@@ -144,25 +144,45 @@ def test_a_lane_answers_in_the_order_asked_errors_included(server: Server) -> No
     assert errors == [ends[1] + 1, ends[1] + 2]
 
 
-def test_queues_are_bounded_and_say_so() -> None:
+def test_a_full_lane_refuses_in_its_turn() -> None:
+    gate = threading.Semaphore(0)
+    with serve(fake_runner(gate=gate)) as server:
+
+        async def talk(socket: Socket) -> None:
+            for _ in range(MAX_TURNS_PER_LANE + 3):
+                await socket.create("hi", stream_id="a", max_output_tokens=1)
+            await socket.create("hi", model="other", stream_id="b")
+            await socket.error("b")  # all of them have been read
+            gate.release(1000)
+            ends: list[dict[str, Any]] = []
+            while len(ends) < MAX_TURNS_PER_LANE + 3:
+                event = json.loads(await socket.connection.recv())
+                ends += [event] if event["type"] in TERMINAL else []
+            assert all(event["type"] in ENDS for event in ends[:-3])
+            for full in ends[-3:]:
+                assert (full["type"], full["status"]) == ("error", 429)
+                assert (full["stream_id"], full["error"]["code"]) == ("a", "overloaded")
+                assert str(MAX_TURNS_PER_LANE) in full["error"]["message"]
+            await socket.create("the fox", stream_id="a")
+            assert (await socket.finish("a")).output_text == answer_text(server, "the fox")
+
+        converse(server, talk)
+
+
+def test_the_number_of_lanes_is_bounded() -> None:
     gate = threading.Semaphore(0)
     with serve(fake_runner(gate=gate, num_blocks=4096)) as server:
 
         async def talk(socket: Socket) -> None:
-            for _ in range(MAX_TURNS_PER_LANE + 1):
-                await socket.create("hi", stream_id="a", max_output_tokens=1)
-            full = await socket.error("a")
-            for i in range(MAX_LANES):
+            for i in range(MAX_LANES + 1):
                 await socket.create("hi", stream_id=f"lane {i}", max_output_tokens=1)
-            too_many = await socket.error(f"lane {MAX_LANES - 1}")
-            for error in (full, too_many):
-                assert (error.status, error.error.code) == (429, "overloaded")
-            assert str(MAX_TURNS_PER_LANE) in full.error.message
-            assert str(MAX_LANES) in too_many.error.message
+            event: dict[str, Any] = {}
+            while event.get("type") != "error":
+                event = json.loads(await socket.connection.recv())
+            assert event["stream_id"] == f"lane {MAX_LANES}"
+            assert (event["status"], event["error"]["code"]) == (429, "overloaded")
+            assert str(MAX_LANES) in event["error"]["message"]
             gate.release(10_000)
-            for _ in range(MAX_TURNS_PER_LANE + MAX_LANES - 1):
-                while json.loads(await socket.connection.recv())["type"] not in ENDS:
-                    pass
 
         converse(server, talk)
         server.wait_idle()
@@ -175,11 +195,11 @@ def test_bytes_that_wait_are_bounded() -> None:
         async def talk(socket: Socket) -> None:
             for _ in range(3):
                 await socket.create("hi", max_output_tokens=1, user="u" * 1500)
-            error = await socket.error()
-            assert (error.status, "4096 bytes" in error.error.message) == (429, True)
             gate.release(1000)
             for _ in range(2):
                 await socket.finish()
+            error = await socket.error()
+            assert (error.status, "4096 bytes" in error.error.message) == (429, True)
             for _ in range(3):  # what has ended counts no more
                 await socket.create("hi", max_output_tokens=1, user="u" * 1500)
                 await socket.finish()

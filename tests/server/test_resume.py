@@ -86,6 +86,45 @@ def test_from_every_event_on_the_rest_is_the_same_bytes(speaker: Server, path: s
         assert (ended.status_code, ended.content) == (204, b"")
 
 
+def test_who_connects_again_to_the_same_address_goes_on_after_the_event_that_it_got_last(
+    speaker: Server,
+) -> None:
+    for path, where in ((CHAT, "/v1/streams/{}?after=1"), (RESPONSES, "{}?starting_after=1")):
+        body = {**ASKS[path], **RESUMABLE, "request_id": "reconnects"}
+        with speaker.client() as client:
+            whole = events_of(client.post(path, json=body).text)
+            name = PREFIXES[path] + "reconnects"
+            url = where.format(name if path == CHAT else f"{RESPONSES}/{name}")
+            url += "" if path == CHAT else "&stream=true"
+            assert client.get(url).text == "".join(whole[2:])
+            again = client.get(url, headers={"last-event-id": "5"})  # as an EventSource does
+            assert again.text == "".join(whole[6:])
+
+
+def test_looking_whether_a_stream_is_there_is_no_reading(speaker: Server) -> None:
+    answers = speaker.serving.app.state.answers
+    body = {**ASKS[CHAT], **RESUMABLE, "request_id": "seen"}
+    with speaker.client() as client:
+        client.post(CHAT, json=body)
+        num_resumed = answers.num_resumed
+        assert client.head("/v1/streams/seen").status_code == 200
+        assert answers.num_resumed == num_resumed
+        assert client.get("/v1/streams/seen").status_code == 200
+        assert answers.num_resumed == num_resumed + 1
+
+
+def test_a_request_id_of_several_requests_is_told_from_their_ids(speaker: Server) -> None:
+    with speaker.client() as client:
+        for path in (CHAT, TEXT):
+            client.post(path, json={**ASKS[path], **RESUMABLE, "request_id": "same"})
+        for method, where in (("GET", "streams"), ("GET", "requests"), ("DELETE", "requests")):
+            error = client.request(method, f"/v1/{where}/same").json()["error"]
+            assert error["param"] == "request_id"
+            assert error["message"].endswith("by its id: chatcmpl-same, cmpl-same")
+            for name in ("chatcmpl-same", "cmpl-same"):
+                assert client.request(method, f"/v1/{where}/{name}").status_code == 200
+
+
 def test_texts_of_a_resumed_stream_are_whole_characters(speaker: Server) -> None:
     body = {**ASKS[CHAT], **RESUMABLE, "request_id": "characters"}
     with speaker.client() as client:
@@ -281,12 +320,16 @@ def test_only_the_key_that_asked_may_read_or_cancel() -> None:
                     assert {one.json()["error"]["code"] for one in refusals} == {
                         "request_not_found"
                     }
-            theirs = {"prompt": [5, 6], "max_tokens": 2, "request_id": "mine"}
+            theirs = {"prompt": [5, 6], "max_tokens": 2, "request_id": "mine", **RESUMABLE}
+            gate.release(20)
+            with cut(other, TEXT, theirs, 1):
+                pass  # nobody is told what others call theirs, also while it runs
             gate.release(1000)
+            assert other.get("/v1/requests/mine").json()["id"] == "cmpl-mine"
+            assert other.delete("/v1/requests/mine").status_code == 200
             assert other.post(TEXT, json=theirs | {"request_id": "theirs"}).status_code == 200
             assert client.get("/v1/streams/mine").text.endswith("data: [DONE]\n\n")
             assert client.delete("/v1/requests/mine").json()["status"] == "finished"
-            assert other.delete("/v1/requests/mine").status_code == 404
             assert other.delete("/v1/requests/theirs").json()["status"] == "finished"
 
 
@@ -299,10 +342,11 @@ def test_a_connection_serves_one_stream_after_the_other(speaker: Server) -> None
         f"POST {CHAT} HTTP/1.1\r\nHost: {speaker.host}\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     ).encode()
     with socket.create_connection(("127.0.0.1", speaker.port), timeout=DEADLINE_S) as client:
-        client.sendall(request * 3)  # the second and third before the first was answered
         received = b""
-        while received.count(b"\r\n0\r\n\r\n") < 3:
-            received += client.recv(1 << 16)
+        for num in range(1, 4):
+            client.sendall(request)
+            while received.count(b"\r\n0\r\n\r\n") < num:
+                received += client.recv(1 << 16)
     assert received.count(b"HTTP/1.1 200 OK") == received.count(b"data: [DONE]") == 3
 
 

@@ -87,9 +87,17 @@ AS_TEXT: dict[str, Any] = {
 }
 
 
+AS_OTHERS: dict[str, Any] = {
+    "response_format": {"type": "json_schema", "schema": SCHEMA},
+    "guided_json": SCHEMA,
+}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize("fields", [AS_SCHEMA, AS_TEXT], ids=["object", "text"])
+@pytest.mark.parametrize(
+    "fields", [AS_SCHEMA, AS_TEXT, AS_OTHERS], ids=["object", "text", "others"]
+)
 def test_a_schema_is_followed_whoever_names_it(
     masked: Server, fields: dict[str, Any], path: str, stream: bool
 ) -> None:

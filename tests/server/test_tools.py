@@ -327,6 +327,48 @@ def test_a_prompt_may_have_begun_the_reasoning(stream: bool) -> None:
         assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
+@pytest.mark.parametrize(
+    ("asked", "so_far", "reasoning"),
+    [
+        ("What is <think> for?", "Well, ", None),
+        ("hi", "The mark <think> means ", None),
+        ("hi", "<think>\nHm</think>\n\nWell, ", None),
+        ("hi", "<think>\nHm, ", "so"),
+    ],
+)
+def test_only_the_message_that_is_continued_tells_whether_it_reasons(
+    asked: str, so_far: str, reasoning: str | None
+) -> None:
+    messages = [USER | {"content": asked}, {"role": "assistant", "content": so_far}]
+    with saying("so</think>Yes.", "reasoning") as server:
+        found = ask(server, stream=False, messages=messages, continue_final_message=True)
+    assert found["message"].get("reasoning") == reasoning
+    assert found["message"]["content"] == ("so</think>Yes." if reasoning is None else "Yes.")
+
+
+def test_a_call_in_openais_older_form_reaches_the_template() -> None:
+    messages = [
+        USER,
+        {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "weather", "content": "rain"},
+        {"role": "assistant", "refusal": "I won't."},
+    ]
+    with saying("ok", "both") as server:
+        prompt = prompt_of(server, messages=messages)
+    assert '<|im_start|>assistant\n[weather {"a": 1} ]<|im_end|>' in prompt
+    assert "<|im_start|>tool\nrain<|im_end|>" in prompt
+    assert "<|im_start|>assistant\nI won't.<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_name_makes_it_no_call(stream: bool) -> None:
+    text = '<tool_call>\n{"name": "\\ud83d", "arguments": {}}\n</tool_call>'
+    with saying(text, "hermes") as server:
+        found = ask(server, stream=stream, tools=[tool()])
+    assert found["message"]["content"] == text
+    assert "tool_calls" not in found["message"]
+
+
 def test_a_model_that_doesnt_reason_has_no_count_of_it(server: Server) -> None:
     assert "completion_tokens_details" not in ask(server, stream=False, max_tokens=1)["usage"]
 

@@ -36,6 +36,23 @@ READ = {"name": "weather", "arguments": {"city": "Rome", "days": [1]}}
             {"role": "tool", "content": "7", "tool_call_id": "1"},
         ),
         (
+            {"role": "assistant", "content": None, "function_call": FUNCTION, "audio": None},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": READ}],
+            },
+        ),
+        (
+            {"role": "function", "name": "weather", "content": "7"},
+            {"role": "tool", "name": "weather", "content": "7"},
+        ),
+        ({"role": "assistant", "refusal": "No."}, {"role": "assistant", "content": "No."}),
+        (
+            {"role": "assistant", "content": "Hm.", "refusal": "No."},
+            {"role": "assistant", "content": "Hm.\nNo."},
+        ),
+        (
             {"role": "assistant", "tool_calls": [], "reasoning_content": "so"},
             {"role": "assistant", "content": "", "reasoning_content": "so"},
         ),
@@ -56,6 +73,14 @@ def test_every_form_becomes_the_one_that_templates_read(
         ({"content": "hi"}, "messages[1]", "a dict with role"),
         ({"role": "user"}, "messages[1].content", "got null"),
         ({"role": "tool", "content": 5}, "messages[1].content", "got int"),
+        ({"role": "assistant", "audio": {"id": "a"}}, "messages[1].audio", "text only"),
+        ({"role": "assistant", "refusal": 1}, "messages[1].refusal", "got int"),
+        ({"role": "assistant", "function_call": "f"}, "messages[1].function_call", "'f'"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": None}]},
+            "messages[1].content[0]",
+            "a text without its text",
+        ),
         ({"role": "assistant", "tool_calls": "f"}, "messages[1].tool_calls", "a list"),
         ({"role": "assistant", "tool_calls": ["f"]}, "messages[1].tool_calls[0]", "'f'"),
         (
@@ -78,6 +103,7 @@ def test_text_is_counted_wherever_it_stands_and_no_further_than_asked() -> None:
     parts = [{"type": "text", "text": "x" * 1000}] * 5
     call = {"function": {"name": "f", "arguments": "x" * 500}}
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
-    assert 5500 <= num_chars(messages, 10**9) < 5600
+    assert 5500 <= num_chars(messages, 10**9) < 5700
+    assert num_chars({"k" * 5000: [{"x" * 600: 1}]}, 10**9) > 5600
     assert 3000 < num_chars(messages, 3000) < 4100
     assert num_chars(range(10**12), 3000) == 10**12

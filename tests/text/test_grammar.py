@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 from tiny import sentencepiece_backend, tiny_tokenizer
 from walks import allowed, walk, walk_text
 
-from streamkv.errors import GenerationError, InvalidRequestError
+from streamkv.errors import GenerationError, InvalidRequestError, OverloadedError
 from streamkv.sampling import StructuredOutputs
 from streamkv.text import grammar as grammar_module
 from streamkv.text.grammar import GrammarCompiler, GrammarFailure
+from streamkv.text.grammar_checker import why_ended
+from streamkv.text.grammar_process import ALL, LITTLE, Effort
 from streamkv.text.tokenizer import Tokenizer
 
 TINY = tiny_tokenizer()
@@ -386,6 +389,7 @@ def test_what_can_not_be_followed_is_refused_with_the_reason(compiler, structure
     assert why in reason(compiler, **structured)
 
 
+EXPLODES = {"patternProperties": {f"^{i}_.*$": {} for i in range(3000)}}
 CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(7000)), 'a7000: "x"'])
 
 
@@ -396,7 +400,7 @@ CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(7000)), 'a700
         ({"grammar": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}, "nested too deeply"),
         ({"json": '{"items":' * 9000 + "{}" + "}" * 9000}, "recursion limit"),
         ({"regex": "(a|b)?" * 20000}, "takes more than"),  # gigabytes
-        ({"json": {"patternProperties": {f"^{i}_.*$": {} for i in range(3000)}}}, "more than 2 s"),
+        ({"json": EXPLODES}, "more than 2 s"),
     ],
     ids=["rules", "parentheses", "schema", "optional", "properties"],
 )
@@ -409,6 +413,36 @@ def test_what_explodes_is_refused_in_bounded_time_and_the_next_one_is_compiled(
     # Two seconds of CPU time; on a busy machine that takes longer, ten seconds at most.
     assert time.monotonic() - began_s < 15
     compiler.compile(StructuredOutputs(regex=f"after{len(message)}"))
+
+
+def test_what_is_hard_is_put_off_and_what_is_easy_is_not(compiler):
+    easy, hard = StructuredOutputs(regex="ea[sz]y"), StructuredOutputs(json=EXPLODES)
+    assert compiler.compile_if_easy(hard) is None
+    assert compiler.compile_if_easy(easy) is compiler.compile(easy) is compiler.find(easy)
+    assert compiler.find(hard) is None
+    with pytest.raises(InvalidRequestError, match="unclosed group"):
+        compiler.compile_if_easy(StructuredOutputs(regex="(a"))
+
+
+def test_a_machine_without_time_is_not_told_as_the_grammars_fault(compiler, monkeypatch):
+    monkeypatch.setattr(grammar_module, "ALL", Effort(2.0, 0.0))
+    with pytest.raises(OverloadedError, match="too little time or memory for it now; try again"):
+        compiler.compile(StructuredOutputs(regex="in time"))
+    monkeypatch.undo()
+    compiler.compile(StructuredOutputs(regex="in time"))
+
+
+def test_only_what_a_grammar_itself_exceeds_is_its_fault():
+    for number, why in (
+        (signal.SIGPROF, "more than 2 s"),
+        (signal.SIGABRT, "more than 256 MB"),
+        (signal.SIGSEGV, "nested too deeply"),
+        (0, "failed"),
+    ):
+        result = why_ended(number, ALL)
+        assert (why in result.error, result.is_open) == (True, False)
+    assert why_ended(signal.SIGPROF, LITTLE).is_open
+    assert all(why_ended(signal.SIGKILL, effort).is_open for effort in (LITTLE, ALL))
 
 
 @pytest.mark.parametrize(
@@ -471,6 +505,24 @@ def test_only_so_many_grammars_are_kept(monkeypatch):
     compiler.compile(three)  # in place of the one that was used longest ago
     assert compiler.compile(one) is first
     assert compiler.compile(two) is not second
+    compiler.close()
+
+
+def test_memory_is_what_a_grammar_takes_once_and_each_matcher_besides(monkeypatch):
+    monkeypatch.setattr(grammar_module, "MAX_CACHED", 1)
+    compiler = GrammarCompiler(TINY, TINY.vocab_size)
+    large = compiler.compile(StructuredOutputs(choice=[f"number {7 * i}" for i in range(4096)]))
+    assert large.num_bytes > 1 << 19
+    assert large.matcher_bytes < 1 << 20
+    matchers = [large.matcher() for _ in range(3)]
+    assert compiler.num_bytes == large.num_bytes
+    small = compiler.compile(StructuredOutputs(choice=["a", "b"]))
+    assert compiler.num_bytes == large.num_bytes + small.num_bytes  # one is kept, one followed
+    num_bytes = large.num_bytes
+    del large, matchers[1:]
+    assert compiler.num_bytes == num_bytes + small.num_bytes
+    del matchers
+    assert compiler.num_bytes == small.num_bytes
     compiler.close()
 
 

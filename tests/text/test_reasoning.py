@@ -90,18 +90,22 @@ def test_the_template_and_the_vocabulary_tell_the_marks(
 
 
 @pytest.mark.parametrize(
-    ("tail", "continues", "is_open"),
+    ("tail", "continued", "is_open"),
     [
-        ("<|assistant|>\n<think>\n", False, True),
-        ("<|assistant|>\n<think>\n\n</think>\n\n", False, False),
-        ("<|assistant|>\n", False, False),
-        ("what is <think> for?\n<|assistant|>", False, False),
-        ("<|assistant|>\n<think>\nHm, so", True, True),
-        ("<|assistant|>\n<think>\nHm</think> So", True, False),
-        ("<|assistant|>\nHm, so", True, False),
+        ("<|assistant|>\n<think>\n", "", True),
+        ("<|assistant|>\n<think>\n\n</think>\n\n", "", False),
+        ("<|assistant|>\n", "", False),
+        ("what is <think> for?\n<|assistant|>", "", False),
+        ("<|assistant|>\n<think>\nHm, so", "<think>\nHm, so", True),
+        ("<|assistant|>\n<think>\nHm, so", "Hm, so ", True),
+        ("<|assistant|>\n<think>\nHm</think> So", "<think>\nHm</think> So", False),
+        ("<|assistant|>\n<think>\n\n</think>\n\nHm, so", "Hm, so", False),
+        ("<|assistant|>\nHm, so", "Hm, so", False),
+        ("what is <think> for?\n<|assistant|>\nHm, so", "Hm, so", False),
+        ("<|assistant|>\nThe mark <think> means", "The mark <think> means", False),
     ],
 )
 def test_the_prompts_end_tells_whether_reasoning_has_begun(
-    tail: str, continues: bool, is_open: bool
+    tail: str, continued: str, is_open: bool
 ) -> None:
-    assert THINK.is_open(tail, continues=continues) is is_open
+    assert THINK.is_open(tail, continued=continued) is is_open

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import time
@@ -62,6 +63,7 @@ HERMES: list[tuple[str, Joined]] = [
     ('<tool_call>{"name": "f',) * 2,
     ('<tool_call>{"name" "f"}</tool_call>',) * 2,
     ('<tool_call>{"name": "\\x"}</tool_call>',) * 2,
+    ('<tool_call>{"name": "\\ud83d"}</tool_call>',) * 2,
     ("<tool_call>[1]</tool_call> x",) * 2,
     ("<tool_call>{}</tool_call>",) * 2,
     (" \n ", [" \n "]),
@@ -277,8 +279,16 @@ def test_pythonic_arguments_go_out_as_they_are_written() -> None:
     parser = ToolFormat("pythonic").parser(numbers())
     parts = [parser.push(piece) for piece in ("[f(a", "='x", "y", "', b=Tr", "ue)", "]")]
     assert [[part[3] for part in pushed] for pushed in parts] == [
-        *([], ["", '{"a": ', '"', "x"], ["y"], ['"', ', "b": '], ["true", "}"], []),
+        *([], ["", '{"a": "x'], ["y"], ['", "b": '], ["true}"], []),
     ]
+
+
+@pytest.mark.parametrize("argument", ["[" + "1, " * 2000 + "]", "'" + r"\n" * 2000 + "'"])
+def test_what_comes_at_once_of_a_pythonic_call_is_one_part(argument: str) -> None:
+    begin, rest = ToolFormat("pythonic").parser(numbers()).push(f"[f(a={argument})]")
+    assert begin == ToolCallPart(0, "0", "f", "")
+    assert isinstance(rest, ToolCallPart) and rest[:3] == (0, "", "")
+    assert json.loads(rest.arguments) == {"a": ast.literal_eval(argument)}
 
 
 def test_only_what_may_be_a_call_is_held_back() -> None:

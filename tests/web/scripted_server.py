@@ -1,8 +1,9 @@
 """A scripted stand-in for the server, so that a test decides what the chat page hears, and when.
 
 Owns a uvicorn server in a thread, with the page as the real server sends it and a socket at
-/v1/responses. Knows nothing of an engine. Invariant: every event it sends, and every
-`response.create` it takes, is valid by the official `openai` package's types.
+/v1/responses, whose answers go on when it is cut. Knows nothing of an engine. Invariant: every
+event it sends, and every `response.create` it takes, is valid by the official `openai` package's
+types.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import Any
 
@@ -41,7 +42,7 @@ class Step(Enum):
     """What a script does between its texts."""
 
     HOLD = auto()  # waits for release() or a cancel
-    DROP = auto()  # closes the socket
+    DROP = auto()  # closes the socket; what follows waits for response.resume
     LENGTH = auto()  # ends at the token limit
     FAIL = auto()  # response.failed
     REFUSE = auto()  # an error event
@@ -52,20 +53,29 @@ OpenPage = Callable[..., Page]  # the fixture of tests/web/conftest.py
 
 
 class ScriptedServer:
-    """Set `script`, `health`, `key` and `down` from the test; read `received`."""
+    """Set `script` and what follows it in `reset` from the test; read `received`."""
 
     def __init__(self) -> None:
-        self.reset()
-        self.url = ""
         self._loop: asyncio.AbstractEventLoop
         self._released: asyncio.Event
+        self._answers: dict[str, _Answer] = {}
+        self.url = ""
+        self.reset()
 
     def reset(self) -> None:
         self.script: Script = ["Hello."]
         self.health: tuple[int, dict[str, str]] = (200, {"status": "ok"})
         self.key = ""
         self.down = False  # /health answers 500
+        self.num_deaf = 0  # so many times a response.create is lost, and its socket with it
         self.received: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.forget()
+
+    def forget(self) -> None:
+        """As if it had been started anew."""
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            self._loop.call_soon_threadsafe(answer.task.cancel)
 
     def next_event(self, event_type: str) -> dict[str, Any]:
         """The next event the page sent, which must be of this type."""
@@ -103,6 +113,7 @@ class ScriptedServer:
         routes = [
             Route("/health", self._health),
             Route("/v1/models", self._models),
+            Route("/v1/requests/{id}", self._cancel, methods=["DELETE"]),
             WebSocketRoute("/v1/responses", self._socket),
             *page_routes(find_folder()),
         ]
@@ -124,20 +135,34 @@ class ScriptedServer:
             return await websocket.close()
         plain = [name for name in offered if not name.startswith(KEY_SUBPROTOCOL)]
         await websocket.accept(subprotocol=plain[0] if plain else None)
-        answers: dict[str, asyncio.Task[None]] = {}
-        try:
+        with suppress(WebSocketDisconnect, RuntimeError):  # RuntimeError: a script's DROP closed it
             while True:
                 event = await websocket.receive_json()
                 self.received.put(event)
-                if event["type"] == "response.create":
-                    ResponseCreate.model_validate(event)
-                    answer = _Answer(websocket, event["stream_id"])
-                    answers[answer.stream_id] = asyncio.create_task(self._play(answer))
-                else:
-                    answers[event["stream_id"]].cancel()
-        except (WebSocketDisconnect, RuntimeError):  # RuntimeError: a script's DROP closed it
-            for task in answers.values():
-                task.cancel()
+                await self._handle(websocket, event)
+
+    async def _handle(self, websocket: WebSocket, event: dict[str, Any]) -> None:
+        if event["type"] == "response.create":
+            ResponseCreate.model_validate(event)
+            if self.num_deaf:
+                self.num_deaf -= 1
+                return await websocket.close(1012)
+            answer = _Answer(websocket, event["stream_id"], event["request_id"])
+            self._answers[answer.response_id] = answer
+            answer.task = asyncio.create_task(self._play(answer))
+        elif event["type"] == "response.resume":
+            found = self._answers.get(event["response_id"])
+            if found is None:
+                return await _refuse(websocket, event["stream_id"])
+            found.read_on(websocket, event["stream_id"], event["starting_after"])
+            await found.flush()
+        else:
+            self._answers[f"resp_{event['stream_id']}"].task.cancel()
+
+    async def _cancel(self, request: Request) -> Response:
+        self.received.put({"type": "DELETE", "id": request.path_params["id"]})
+        self._answers[request.path_params["id"]].task.cancel()
+        return JSONResponse({})
 
     async def _play(self, answer: _Answer) -> None:
         await answer.event("response.created", response=answer.response("in_progress"))
@@ -148,39 +173,68 @@ class ScriptedServer:
                 elif step is Step.HOLD:
                     await self._released.wait()
                     self._released.clear()
+                elif step is Step.DROP:
+                    await answer.drop()
                 else:
                     return await answer.end(step)
         except asyncio.CancelledError:
-            if websocket_is_open(answer.websocket):
-                cancelled = answer.response("cancelled")
-                await answer.event("response.incomplete", response=cancelled)
-            return
+            if self._answers.get(answer.response_id) is not answer:
+                return
+            cancelled = answer.response("cancelled")
+            return await answer.event("response.incomplete", response=cancelled)
         await answer.event("response.completed", response=answer.response("completed"))
 
 
-def websocket_is_open(websocket: WebSocket) -> bool:
-    return websocket.client_state is WebSocketState.CONNECTED
+async def _refuse(websocket: WebSocket, stream_id: str) -> None:
+    error = {"type": "invalid_request_error", "code": "request_not_found", "message": "not here"}
+    event = {"type": "error", "status": 404, "error": error, "stream_id": stream_id}
+    _SERVER_EVENT.validate_python(event)
+    await websocket.send_text(json.dumps(event))
 
 
 class _Answer:
-    """One response on its way to the page."""
+    """One response on its way to the page, over one socket or the next."""
 
-    _num_answers = 0
+    task: asyncio.Task[None]
 
-    def __init__(self, websocket: WebSocket, stream_id: str) -> None:
-        _Answer._num_answers += 1
-        self.response_id = f"resp_{_Answer._num_answers}"
+    def __init__(self, websocket: WebSocket, stream_id: str, request_id: str) -> None:
+        self.response_id = f"resp_{request_id}"
         self.websocket = websocket
         self.stream_id = stream_id
-        self._num_events = 0
+        self._events: list[dict[str, Any]] = []
+        self._num_sent = 0
         self._num_tokens = 0
+        self._turn = asyncio.Lock()
+        self._resumed = asyncio.Event()
+
+    def read_on(self, websocket: WebSocket, stream_id: str, after: int) -> None:
+        self.websocket, self.stream_id, self._num_sent = websocket, stream_id, after + 1
+        self._resumed.set()
+
+    async def drop(self) -> None:
+        self._resumed.clear()
+        await self.websocket.close(1012, "the server restarts")
+        await self._resumed.wait()
+
+    async def flush(self) -> None:
+        """Send what there is, if somebody reads it."""
+        async with self._turn:
+            while (
+                self._num_sent < len(self._events)
+                and self.websocket.client_state is WebSocketState.CONNECTED
+                and self.websocket.application_state is WebSocketState.CONNECTED
+            ):
+                event = self._events[self._num_sent] | {"stream_id": self.stream_id}
+                self._num_sent += 1
+                with suppress(WebSocketDisconnect):
+                    await self.websocket.send_text(json.dumps(event))
 
     async def event(self, event_type: str, **fields: Any) -> None:
-        envelope = {"sequence_number": self._num_events, "stream_id": self.stream_id}
+        envelope = {"sequence_number": len(self._events), "stream_id": self.stream_id}
         event = {"type": event_type, **envelope, **fields}
         _SERVER_EVENT.validate_python(event)
-        self._num_events += 1
-        await self.websocket.send_text(json.dumps(event))
+        self._events.append(event)
+        await self.flush()
 
     async def delta(self, text: str) -> None:
         self._num_tokens += 1
@@ -188,9 +242,7 @@ class _Answer:
         await self.event("response.output_text.delta", delta=text, logprobs=[], **position)
 
     async def end(self, step: Step) -> None:
-        if step is Step.DROP:
-            await self.websocket.close(1012, "the server restarts")
-        elif step is Step.LENGTH:
+        if step is Step.LENGTH:
             reason = {"reason": "max_output_tokens"}
             response = self.response("incomplete", incomplete_details=reason)
             await self.event("response.incomplete", response=response)

@@ -138,17 +138,27 @@ def test_a_new_chat_cancels_the_running_answer_and_ignores_the_rest(
     expect(page.locator("article")).to_have_count(2)
 
 
-def test_a_reload_keeps_the_conversation_and_the_unsent_text(
+def test_a_reload_keeps_the_conversation_its_open_answer_and_the_unsent_text(
     server: ScriptedServer, page: Page
 ) -> None:
-    server.script = ["Part", Step.HOLD]
+    server.script = ["Part", Step.HOLD, " and the rest."]
     send(page, "Hi")
     expect(answers(page, "streaming")).to_have_text("Part")
     page.get_by_label("Message").fill("not sent yet")
     page.reload()
+    created = server.next_event("response.create")
+    resumed = server.next_event("response.resume")
+    assert resumed["response_id"] == f"resp_{created['request_id']}"
+    assert (resumed["starting_after"], resumed["stream_id"]) == (1, created["stream_id"])
     expect(page.locator(".user .body")).to_have_text("Hi")
-    expect(answers(page, "dropped").locator(".body")).to_have_text("Part")
+    server.release()
+    expect(answers(page).locator(".body")).to_have_text("Part and the rest.")
+    expect(answers(page).locator(".stats")).to_have_text(
+        re.compile(r"2 tokens\s*\d+ ms to first token\s*80 % cached")
+    )
     expect(page.get_by_label("Message")).to_have_value("not sent yet")
+    page.reload()
+    expect(answers(page).locator(".body")).to_have_text("Part and the rest.")
 
 
 # --- typing --------------------------------------------------------------------------------------
@@ -328,38 +338,110 @@ def test_errors_are_shown_under_the_answer(
     expect(answers(page).locator(".body")).to_have_text("Better.")
 
 
-def test_a_lost_connection_keeps_the_answer_and_the_draft_and_comes_back(
-    server: ScriptedServer, open_page: OpenPage
-) -> None:
+def test_a_cut_answer_goes_on_where_it_was(server: ScriptedServer, open_page: OpenPage) -> None:
     page = open_page(server.url, expect=("status of 500",))
     expect(page.locator("#link-text")).to_have_text(MODEL)
-    server.script = ["Some text", Step.HOLD, Step.DROP]
+    server.script = ["Some ", Step.HOLD, Step.DROP, "text."]
     send(page, "Hi")
-    expect(answers(page, "streaming")).to_have_text("Some text")
+    expect(answers(page, "streaming")).to_have_text("Some")
     page.get_by_label("Message").fill("the next question")
     server.down = True
     server.release()
-    expect(answers(page, "dropped").locator(".body")).to_have_text("Some text")
+    expect(answers(page, "streaming").locator("footer")).to_have_text("Reconnecting …")
+    expect(answers(page, "streaming").locator(".body")).to_have_text("Some")
     expect(page.locator("#link-text")).to_have_text("Not connected")
     page.get_by_label("Message").press("Enter")  # nothing to send it on: it stays
     expect(page.get_by_label("Message")).to_have_value("the next question")
     server.down = False
     page.get_by_role("button", name="Retry now").click()
-    expect(page.locator("#link-text")).to_have_text(MODEL)
-    server.script = ["Whole answer."]
-    page.get_by_role("button", name="Regenerate").click()
-    expect(answers(page).locator(".body")).to_have_text("Whole answer.")
+    expect(answers(page).locator(".body")).to_have_text("Some text.")
+    expect(answers(page).locator("footer")).not_to_contain_text("Reconnecting")
     expect(page.get_by_label("Message")).to_have_value("the next question")
 
 
-def test_a_dropped_socket_reconnects_by_itself(server: ScriptedServer, page: Page) -> None:
-    server.script = [Step.DROP]
+def test_an_answer_is_cut_again_and_again(server: ScriptedServer, page: Page) -> None:
+    server.script = [Step.DROP, "One ", "two ", Step.DROP, "three."]
     send(page, "Hi")
-    expect(answers(page, "dropped")).to_have_count(1)
+    expect(answers(page).locator(".body")).to_have_text("One two three.")
+    expect(page.locator("article")).to_have_count(2)
+
+
+def test_an_answer_that_the_server_has_no_more_keeps_its_text(
+    server: ScriptedServer, open_page: OpenPage
+) -> None:
+    page = open_page(server.url, expect=("status of 500",))
     expect(page.locator("#link-text")).to_have_text(MODEL)
-    server.script = ["Back."]
+    server.script = ["Some text", Step.HOLD]
+    send(page, "Hi")
+    expect(answers(page, "streaming")).to_have_text("Some text")
+    server.forget()
+    page.reload()
+    expect(answers(page, "dropped").locator(".body")).to_have_text("Some text")
+    expect(answers(page, "dropped")).to_contain_text("this is what had arrived")
+    server.script = [" and more."]
+    page.get_by_role("button", name="Continue").click()
+    expect(answers(page).locator(".body")).to_have_text("and more.")
+
+
+def test_a_message_that_never_arrived_is_sent_again_once(
+    server: ScriptedServer, page: Page
+) -> None:
+    server.num_deaf = 1
+    send(page, "Hi")
+    expect(answers(page).locator(".body")).to_have_text("Hello.")
+    expect(page.locator("article")).to_have_count(2)
+    first = server.next_event("response.create")
+    server.next_event("response.resume")
+    second = server.next_event("response.create")
+    assert second["input"] == first["input"]
+    server.num_deaf = 2
     page.get_by_role("button", name="Regenerate").click()
-    expect(answers(page).locator(".body")).to_have_text("Back.")
+    expect(answers(page, "dropped")).to_contain_text("The connection was lost before anything came")
+
+
+@pytest.mark.parametrize("how", ["Stop", "New chat"])
+def test_what_is_stopped_without_a_connection_ends_on_the_server_later(
+    server: ScriptedServer, open_page: OpenPage, how: str
+) -> None:
+    page = open_page(server.url, expect=("status of 500",))
+    expect(page.locator("#link-text")).to_have_text(MODEL)
+    server.script = ["Some text", Step.HOLD, Step.DROP, Step.HOLD]
+    send(page, "Hi")
+    expect(answers(page, "streaming")).to_have_text("Some text")
+    server.down = True
+    server.release()
+    expect(page.locator("#link-text")).to_have_text("Not connected")
+    page.get_by_role("button", name=how).click()
+    if how == "Stop":
+        expect(answers(page, "stopped").locator(".body")).to_have_text("Some text")
+    else:
+        expect(page.locator("article")).to_have_count(0)
+    server.down = False
+    page.get_by_role("button", name="Retry now").click()
+    created = server.next_event("response.create")
+    assert server.next_event("DELETE")["id"] == f"resp_{created['request_id']}"
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "sessionStorage['streamkv.messages'] = '[{\"id\": 1}, 7, null'",
+        "for (const name of ['messages', 'draft', 'key', 'editing'])"
+        ' sessionStorage[`streamkv.${name}`] = \'[7, {"role": "assistant"}]\'',
+        "for (const name of ['settings', 'theme']) localStorage[`streamkv.${name}`] = '[[7]]'",
+        "Object.defineProperty(window, 'sessionStorage', {get() { throw new Error('no'); }})",
+    ],
+)
+def test_no_stored_value_breaks_the_page(
+    server: ScriptedServer, open_page: OpenPage, storage: str
+) -> None:
+    page = open_page("about:blank", expect=("won't outlive this page",))
+    page.add_init_script(storage)
+    page.goto(server.url)
+    expect(page.locator("#link-text")).to_have_text(MODEL)
+    send(page, "Hi")
+    expect(answers(page).locator(".body")).to_have_text("Hello.")
+    assert server.next_event("response.create")["temperature"] == 0.7
 
 
 def test_the_key_dialog_tells_a_wrong_key_and_takes_the_right_one(

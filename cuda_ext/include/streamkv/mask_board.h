@@ -1,9 +1,11 @@
 // MaskBoard: which tokens grammars allow next, where sampling finds it: a bitmask for each slot.
 //
-// One thread writes the words of a slot, then publishes for which position they hold; the device
-// looks for a slot and a position, and may wait for them. The mutex guards all but the words: those
-// are the writer's until `publish` and the device's from then on, until the writer has seen the
-// token that was chosen by them.
+// Who follows an answer writes the words of its slot, then publishes for which position they hold;
+// the device looks for a slot and a position, and may wait for them. Positions only grow: once one
+// is published, nobody waits for those before it. The mutex guards all but the words: those are the
+// writer's until `publish` and the device's from then on, until the writer has seen the token that
+// was chosen by them. Threads may take turns at writing a slot's words, if they pass them on under
+// a lock of theirs.
 #pragma once
 
 #include <stdint.h>
@@ -36,11 +38,11 @@ class MaskBoard {
   int64_t add();  // the one that was freed last, or a new one; nothing is published
   void remove(int64_t slot);
   int32_t* words(int64_t slot);  // [num_words], which stay where they are
-  void publish(int64_t slot, int64_t position);
+  void publish(int64_t slot, int64_t position);  // nothing happens if a later one was
   bool has(int64_t slot) const;
 
-  // Fills in the words of those that are published, once all are or the deadline has passed. For
-  // one thread at a time, the device's.
+  // Fills in the words of those that are published, once nothing is left to wait for or the
+  // deadline has passed. For one thread at a time, the device's.
   void find(WantedMask* wanted, int64_t num_wanted, Clock::time_point deadline);
 
  private:

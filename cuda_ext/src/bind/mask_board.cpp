@@ -54,8 +54,8 @@ void bind_mask_board(nb::module_& m) {
       .def("publish", &MaskBoard::publish, nb::arg("slot"), nb::arg("position"))
       .def("has", &MaskBoard::has, nb::arg("slot"))
       .def("find", &find, nb::arg("slots"), nb::arg("positions"), nb::arg("timeout_s"),
-           "Which are published, once all are or so many seconds have passed. For one thread at a "
-           "time.");
+           "Which are published, once no other can be or so many seconds have passed. For one thread "
+           "at a time.");
 }
 
 }  // namespace streamkv

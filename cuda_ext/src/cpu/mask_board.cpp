@@ -57,8 +57,9 @@ void MaskBoard::publish(int64_t slot, int64_t position) {
   checked("position", position, 0);
   const std::lock_guard<std::mutex> lock(mutex_);
   Slot& found = used(slot);
+  if (position <= found.published) return;
   found.published = position;
-  if (found.awaited == position) end_wait(found);
+  if (found.awaited >= 0 && found.awaited <= position) end_wait(found);
 }
 
 bool MaskBoard::has(int64_t slot) const {
@@ -72,6 +73,7 @@ void MaskBoard::find(WantedMask* wanted, int64_t num_wanted, Clock::time_point d
   for (int64_t i = 0; i < num_wanted; ++i) {
     if (wanted[i].words != nullptr || !is_used(wanted[i].slot)) continue;
     Slot& slot = slots_[wanted[i].slot];
+    if (slot.published > wanted[i].position) continue;
     num_awaited_ += slot.awaited < 0;
     slot.awaited = wanted[i].position;
   }

@@ -1,0 +1,98 @@
+"""Connections over HTTP: one request at a time, HEAD, and HTTP/1.0."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from server.harness import fake_runner, serve
+from server.raw_client import NEXT, RESPONSES, TEXT, UPGRADE, Client, Device, Gate
+
+from streamkv.server import sse
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    gate = Gate()
+    with serve(fake_runner(gate=gate.semaphore)) as server:
+        yield Device(server, gate)
+        gate.let(10_000)
+        server.wait_idle()
+
+
+@pytest.mark.parametrize("transport", ["json", "sse"])
+@pytest.mark.parametrize("is_together", [True, False])
+@pytest.mark.parametrize("ahead", [NEXT, NEXT * 3, UPGRADE, b"no HTTP\r\n\r\n", b"\0" * 100_000])
+def test_what_is_sent_before_the_answer_ends_the_connection_after_it(
+    device: Device, transport: str, is_together: bool, ahead: bytes
+) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True, "stream": transport == "sse"}
+    request = device.client(transport, TEXT, body).request
+    device.wait(lambda: device.num_inside == 1)
+    client = device.client("bytes", data=request + ahead * is_together)
+    device.wait(lambda: device.num_inside == 2)
+    if not is_together:
+        client.socket.sendall(ahead)
+        device.wait_read()
+    device.gate.let(1000)
+    head, _, answer = client.socket.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK") and b"connection: close" in head
+    if transport == "sse":
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    else:
+        assert f"content-length: {len(answer)}".encode() in head
+    device.wait_idle()
+
+
+def test_a_broken_body_is_a_400_and_not_the_end_of_an_answer(device: Device) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    client = device.client("bytes", data=head + b"no number\r\n")
+    head, _, body = client.socket.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/streams/resp_it", "/v1/responses/resp_it?stream=true"])
+def test_a_head_has_no_body_and_takes_the_stream_from_nobody(device: Device, path: str) -> None:
+    body = {"input": "hi", "max_output_tokens": 5, "ignore_eos": True, "request_id": "it"}
+    reader = device.client("sse", RESPONSES, body | {"stream_options": {"resumable": True}})
+    device.wait(lambda: device.num_inside == 1)
+    request = f"HEAD {path} HTTP/1.1\r\nHost: {device.server.host}\r\n\r\n".encode()
+    looker = device.client("bytes", data=request)
+    head = looker.receive_until(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK") and b"text/event-stream" in head
+    looker.socket.sendall(NEXT)
+    assert (head + looker.receive_until(b"\r\n\r\n")).count(b"HTTP/1.1 200 OK") == 2
+    device.gate.let(1000)
+    received = reader.receive_until(b"\r\n0\r\n\r\n")
+    assert received.count(b"event: response.output_text.delta") >= 1
+    assert b"event: response.incomplete" in received
+    with device.server.client() as client:
+        assert client.head("/v1/streams/nothing").status_code == 404
+        client.delete("/v1/responses/resp_it")
+    device.wait_idle()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_an_error_that_only_comments_came_before_is_an_event(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
+    gate = threading.Event()
+    runner = fake_runner(gate=gate)
+    with serve(runner) as server:
+        body = json.dumps({"prompt": [5, 6, 7], "stream": True}).encode()
+        head = f"POST {TEXT} HTTP/{version}\r\nHost: {server.host}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        client = Client(server, "bytes", data=head.encode() + body)
+        received = client.receive_until(b": keep-alive\n\n")
+        runner.fail_next = "the device caught a cold"
+        gate.set()
+        received += client.receive_until(b"}\n\n")
+        [event] = [one for one in received.split(b"\n") if b"data: " in one]
+        assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "generation_failed"
+        assert b"[DONE]" not in received
+        client.leave()
+    assert not [one for one in caplog.records if "ASGI" in one.message]
