@@ -127,23 +127,26 @@ class Answers:
     # --- finding -----------------------------------------------------------------------------
 
     def find(self, connection: HTTPConnection, answer_id: str) -> Generation | Ended:
-        """By the id that clients see, or else the `request_id` they sent. NotFoundError;
-        InvalidRequestError if several endpoints were sent the same."""
+        """By the id that clients see, or else the `request_id` they sent: what runs, or else what
+        ended last. NotFoundError; InvalidRequestError if several that run were sent the same."""
         self._expire()
         owner = self.owner_of(connection)
         found = self._get(Key(owner, answer_id))
         if found is not None:
             return found
-        names = [prefix + answer_id for prefix in PREFIXES]
-        several = {name: one for name in names if (one := self._get(Key(owner, name))) is not None}
-        if len(several) > 1:
+        known = [self._get(Key(owner, prefix + answer_id)) for prefix in PREFIXES]
+        running = [one for one in known if isinstance(one, Generation)]
+        if len(running) > 1:
             raise InvalidRequestError(
                 f"request_id: {answer_id[:100]!r} is that of several requests; ask for one of them "
-                f"by its id: {', '.join(several)}",
+                f"by its id: {', '.join(one.answer_id for one in running)}",
                 param="request_id",
             )
-        for one in several.values():
-            return one
+        if running:
+            return running[0]
+        ended = [one for one in known if isinstance(one, Ended)]
+        if ended:
+            return max(ended, key=lambda one: one.expires_s)
         raise NotFoundError(
             f"no request {answer_id[:100]!r} here: it never was, or it is gone; an answer is kept "
             f"for {self.window_s:g} s after its end",

@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from fakes import expected_tokens
 from server.harness import DEADLINE_S, VOCAB_SIZE, ScriptedRunner, Server, fake_runner, serve
+from server.raw_client import Client
 from tiny import tiny_tokenizer
 from websockets.sync.client import connect
 
@@ -113,16 +114,30 @@ def test_looking_whether_a_stream_is_there_is_no_reading(speaker: Server) -> Non
         assert answers.num_resumed == num_resumed + 1
 
 
-def test_a_request_id_of_several_requests_is_told_from_their_ids(speaker: Server) -> None:
-    with speaker.client() as client:
-        for path in (CHAT, TEXT):
-            client.post(path, json={**ASKS[path], **RESUMABLE, "request_id": "same"})
+def test_a_request_id_of_several_requests_that_run_is_told_from_their_ids() -> None:
+    gate = threading.Semaphore(0)
+    names = ["chatcmpl-same", "cmpl-same"]
+    with serve(fake_runner(gate=gate)) as server, server.client() as client:
+        answers = server.serving.app.state.answers
+        bodies = [{**ASKS[path], **RESUMABLE, "request_id": "same"} for path in (CHAT, TEXT)]
+        asked = [
+            Client(server, "sse", path, body)
+            for path, body in zip((CHAT, TEXT), bodies, strict=True)
+        ]
+        server.wait_until(lambda: answers.num_running == 2)
         for method, where in (("GET", "streams"), ("GET", "requests"), ("DELETE", "requests")):
             error = client.request(method, f"/v1/{where}/same").json()["error"]
             assert error["param"] == "request_id"
-            assert error["message"].endswith("by its id: chatcmpl-same, cmpl-same")
-            for name in ("chatcmpl-same", "cmpl-same"):
-                assert client.request(method, f"/v1/{where}/{name}").status_code == 200
+            assert error["message"].endswith(f"by its id: {', '.join(names)}")
+        for name in names:
+            assert client.delete(f"/v1/requests/{name}").json()["id"] == name
+        gate.release(1000)
+        server.wait_until(lambda: answers.num_running == 0)
+        for name in names:
+            assert client.get(f"/v1/requests/{name}").json()["id"] == name
+        assert client.get("/v1/requests/same").json()["id"] == names[-1], "which ended last"
+        for one in asked:
+            one.leave()
 
 
 def test_texts_of_a_resumed_stream_are_whole_characters(speaker: Server) -> None:
