@@ -68,7 +68,7 @@ class Mailbox:
         self._ready: deque[ChoiceOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_all = False  # the waiter, for the end
-        self._num_taken_logprobs = 0  # since the loop has run
+        self.num_taken_logprobs = 0  # since the loop has run
 
     @property
     def done(self) -> bool:
@@ -132,13 +132,6 @@ class Mailbox:
             self.finish_s = time.monotonic()
             self._wake()
 
-    def call_subscriber(self) -> None:
-        """Once a turn, if there is something for it. What it raises is the caller's."""
-        self.is_listed = False
-        if self.subscriber is not None and (self._ready or self.prompt.has_news or self.done):
-            self._num_taken_logprobs = 0
-            self.subscriber()
-
     # --- the reader's side -------------------------------------------------------------------
 
     def take(self) -> TokenDelta | None:
@@ -149,7 +142,7 @@ class Mailbox:
         """
         if self.prompt.has_news:
             delta = self.prompt.take()
-            self._num_taken_logprobs += len(delta.prompt_logprobs) if delta is not None else 0
+            self.num_taken_logprobs += len(delta.prompt_logprobs) if delta is not None else 0
             return delta
         if not self._ready:
             return None
@@ -164,21 +157,16 @@ class Mailbox:
             )
             return None
         if delta.logprobs:
-            self._num_taken_logprobs += len(delta.logprobs)
+            self.num_taken_logprobs += len(delta.logprobs)
             if output.has_more:
                 output.queued = True
                 self._ready.append(output)
         return delta
 
-    @property
-    def has_taken_much(self) -> bool:
-        """The reader is to let the event loop run before it takes more."""
-        return self._num_taken_logprobs >= LOGPROBS_PER_TURN
-
     async def pause(self) -> None:
         """Let the event loop run if much was taken since it has."""
-        if self.has_taken_much:
-            self._num_taken_logprobs = 0
+        if self.num_taken_logprobs >= LOGPROBS_PER_TURN:
+            self.num_taken_logprobs = 0
             await asyncio.sleep(0)
 
     async def wait(self, *, for_all: bool = False) -> None:

@@ -236,11 +236,16 @@ class Requests:
         """Each once, whose mailbox has something; what they do may be news for others."""
         entries, self._with_news = self._with_news, []
         for entry in entries:
+            mailbox = entry.mailbox
+            mailbox.is_listed = False
+            if mailbox.subscriber is None or not (mailbox.has_delta or mailbox.done):
+                continue
+            mailbox.num_taken_logprobs = 0
             try:
-                entry.mailbox.call_subscriber()
+                mailbox.subscriber()
             except Exception as exc:  # a reader's fault ends what it reads
                 logger.exception("request %s: its reader failed", entry.request.request_id)
-                entry.mailbox.subscriber = None
+                mailbox.subscriber = None
                 if self._has(entry):
                     message = f"reading the tokens failed: {type(exc).__name__}: {exc}"
                     self.fail(entry, GenerationError(message))

@@ -20,7 +20,7 @@ import msgspec
 
 from ..errors import StreamkvError
 from ..protocol import SamplingParams
-from .mailbox import Mailbox
+from .mailbox import LOGPROBS_PER_TURN, Mailbox
 from .outputs import Completion, SoFar, TokenDelta, TokenLogprob, TopLogprob, Usage
 
 __all__ = [
@@ -182,7 +182,7 @@ class TokenStream:
         mailbox = self._mailbox
         if mailbox is None:
             raise self._misuse()
-        if mailbox.has_taken_much and mailbox.subscriber is not None:
+        if mailbox.num_taken_logprobs >= LOGPROBS_PER_TURN and mailbox.subscriber is not None:
             self._announce()
             return None
         return mailbox.take()

@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from ..engine.stream import TokenDelta, TokenStream
 from ..errors import InvalidRequestError, NotFoundError, StreamkvError
 from .answer_types import PLAIN, SPENT, AnswerWriter, OnDisconnect, Outlet, Policy
-from .deltas import cut, has_one_delta, is_long
+from .deltas import MAX_PIECE_LEN, cut, has_one_delta, is_long
 from .event_log import Event, EventLog, LogBudget
 from .generation import Generation, Source
 
@@ -221,9 +221,9 @@ class Answer(Generation):
         self._is_pumping = True
         try:
             delta = self.streams[0].take()
-            if delta is not None and is_long(delta):
-                delta = self._cut(delta)
             if delta is not None:
+                if len(delta.text) > MAX_PIECE_LEN or len(delta.token_ids) > MAX_PIECE_LEN:
+                    delta = self._cut(delta)
                 events = self._writer.push(0, delta)
                 if len(events) == 1:
                     self._write(events[0], outlet)

@@ -59,6 +59,7 @@ class _Frames(NamedTuple):
 
     content: list[bytes]
     reasoning: list[bytes]
+    reader: AnswerReader | None
 
 
 class ChatWriter:
@@ -89,7 +90,10 @@ class ChatWriter:
     def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
         frames = self._frames.get(delta.choice)
         if self._is_plain and frames is not None and delta.finish_reason is None:
-            return self._plain_events(frames, delta)
+            text, reader = delta.text, frames.reader
+            if reader is not None:
+                return self._plain_events(frames, reader, delta)
+            return (Event("", encode(text).join(frames.content)),) if text else ()
         if delta.progress is not None:
             return (self._progress_event(delta.progress),)
         if delta.prompt_logprobs:
@@ -116,7 +120,8 @@ class ChatWriter:
         if reader is not None:
             self._readers[choice] = reader
         marked = (MessageDelta(content=_MARK), _message_delta(ReasoningPart(_MARK)))
-        self._frames[choice] = _Frames(*(self._frame(choice, message) for message in marked))
+        content, reasoning = (self._frame(choice, message) for message in marked)
+        self._frames[choice] = _Frames(content, reasoning, reader)
         opening = ChunkChoice(index=choice, delta=MessageDelta(role="assistant", content=""))
         events = [self._event(opening, prompt_token_ids=ids)]
         if self._options.echo:
@@ -131,11 +136,9 @@ class ChatWriter:
         num_marks = 1 if message.content is not UNSET else 2
         return data.rsplit(_ENCODED_MARK, num_marks)
 
-    def _plain_events(self, frames: _Frames, delta: TokenDelta) -> Sequence[Event]:
-        reader = self._readers.get(delta.choice)
-        if reader is None:
-            text = delta.text
-            return (Event("", encode(text).join(frames.content)),) if text else ()
+    def _plain_events(
+        self, frames: _Frames, reader: AnswerReader, delta: TokenDelta
+    ) -> Sequence[Event]:
         events = []
         for part in reader.push(delta.text, delta.token_ids):
             if isinstance(part, ContentPart):

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from ..errors import GoneError
 
 EVENT_OVERHEAD_BYTES = 64  # of the Python objects around an event's data
 
 
-class Event(NamedTuple):
+class Event(Struct, frozen=True, gc=False):
     """One event of an answer. `name` is empty for those that have none; `data` has no newline."""
 
     name: str
@@ -58,7 +59,7 @@ class EventLog:
 
     def append(self, event: Event, *, keep_from: int) -> None:
         """Keep the next event, and drop what is too much of those before number `keep_from`."""
-        name, data = event
+        name, data = event.name, event.data
         budget, num_bytes = self._budget, len(data) + EVENT_OVERHEAD_BYTES
         self._names.append(name)
         self._data.append(data)

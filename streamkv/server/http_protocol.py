@@ -6,7 +6,8 @@ HTTP/1.0. Knows nothing about endpoints. Invariants:
 - A connection has one request at a time. What a client sends behind one that is not answered yet
   is not taken: the connection ends with that answer, as RFC 9112 (9.3.2) allows. So reading goes
   on all the time, and a client that leaves is noticed whatever it has sent.
-- What can't be parsed gets an answer of OpenAI's shape.
+- What can't be parsed gets an answer of OpenAI's shape, and so does a head that is too long: what
+  is read besides a body is bounded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from .direct_write import WRITE, DirectWriter, WritersProtocol, batch_of
 from .wire import encode, http_error_body
 
+MAX_HEAD_BYTES = 64 * 1024  # and what one read brings with its end
 _ENDLESS_BYTES = 1 << 62
 
 
@@ -71,10 +73,25 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     """uvicorn's, whose requests offer a BodyWriter."""
 
     _is_last = False  # nothing is read behind the present request
+    _num_head_bytes = 0  # of a head that isn't whole; or of what follows a body but ends nothing
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_last:
-            super().data_received(data)
+        if self._is_last:
+            return
+        self._num_head_bytes += len(data)
+        super().data_received(data)
+        is_over = self._is_last or self.transport.is_closing()
+        if self._num_head_bytes > MAX_HEAD_BYTES and not is_over:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            self._refuse(status, f"expected at most {MAX_HEAD_BYTES} bytes of headers, got more")
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_head_bytes = 0
+        super().on_message_complete()
 
     def on_message_begin(self) -> None:
         if self._is_answering:
@@ -103,7 +120,11 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
             self._is_last = True
             self.cycle.keep_alive = False
             return
-        body = encode(http_error_body(HTTPStatus.BAD_REQUEST, msg))
-        head = STATUS_LINE[400] + b"content-type: application/json\r\nconnection: close\r\n"
+        self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """Whatever else the client has to say."""
+        body = encode(http_error_body(status, message))
+        head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
         self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self.transport.close()

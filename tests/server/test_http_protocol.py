@@ -10,7 +10,7 @@ import pytest
 from server.harness import fake_runner, serve
 from server.raw_client import NEXT, RESPONSES, TEXT, UPGRADE, Client, Device, Gate
 
-from streamkv.server import sse
+from streamkv.server import http_protocol, sse
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,44 @@ def test_a_broken_body_is_a_400_and_not_the_end_of_an_answer(device: Device) -> 
     head, _, body = client.socket.makefile("rb").read().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\n{} \r\n"
+HEADER = b"X-Some: " + b"x" * 1000 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (POST, HEADER),
+        (POST + b"X-Long: ", b"x" * 1000),
+        (b"GET /", b"x" * 1000),
+        (CHUNKED + b"0\r\n", HEADER),
+        (CHUNKED + b"3;x=", b"x" * 1000),
+    ],
+    ids=["headers", "header", "path", "trailers", "chunk"],
+)
+def test_a_head_without_end_is_refused(device: Device, begin: bytes, more: bytes) -> None:
+    client = device.client("bytes", data=begin)
+    num_sent = 0
+    with pytest.raises(OSError):
+        while num_sent < 100 * http_protocol.MAX_HEAD_BYTES:
+            client.socket.sendall(more)
+            num_sent += len(more)
+    device.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("num", "end", "status"),
+    [(40, b"Connection: close\r\n\r\n", b"HTTP/1.1 404"), (66, b"", b"HTTP/1.1 431")],
+)
+def test_a_long_head_is_read_and_a_longer_one_is_told_so(
+    device: Device, num: int, end: bytes, status: bytes
+) -> None:
+    head = b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n" + HEADER * num
+    client = device.client("bytes", data=head + end)
+    assert client.socket.makefile("rb").read().startswith(status)
 
 
 @pytest.mark.parametrize("path", ["/v1/streams/resp_it", "/v1/responses/resp_it?stream=true"])
