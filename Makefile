@@ -20,7 +20,8 @@ NATIVE := $(shell find cuda_ext -type f) pyproject.toml
 .PHONY: serve test help lint unit gpu-check selftest arm-check wheel docs clean
 
 serve: $(VENV)/.installed
-	@$(BIN)/streamkv serve $(ARGS) || [ $$? -eq 130 ]  # Ctrl-C
+	@$(BIN)/streamkv serve $(ARGS) || { rc=$$?; \
+	  case $$rc in 130 | 143) ;; *) exit $$rc ;; esac; }  # Ctrl-C and SIGTERM are its end
 
 test: lint unit
 
@@ -67,7 +68,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python $(NATIVE)
-	@echo "installing what streamkv needs, and building its kernels (a few minutes)"
+	@echo "fetching what streamkv needs and compiling its kernels: a few minutes, without a word"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . $(if $(GPU),"$(TORCH)")
 	@touch $@
 

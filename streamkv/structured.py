@@ -28,7 +28,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, repr_omit_def
     """What the answer is to match: exactly one of the kinds. Names are vLLM's.
 
     A schema or structural tag is a dict, JSON text or msgspec.Raw; also a class of pydantic's.
-    Raises InvalidRequestError whose `param` is structured_outputs.
+    Raises InvalidRequestError whose `param` is structured_outputs, or a field of it:
+    structured_outputs.regex.
     """
 
     json: Any = None  # a JSON schema
@@ -50,13 +51,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, repr_omit_def
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise _wrong(f"exactly one of {', '.join(_KINDS)}", ", ".join(given) or "none")
+            raise _wrong("", f"exactly one of {', '.join(_KINDS)}", ", ".join(given) or "none")
         set_field = msgspec.structs.force_setattr
         for name in ("json", "structural_tag"):
             set_field(self, name, _json_text(name, getattr(self, name)))
-        for name in ("regex", "grammar", "lark", "frame"):
-            _check_text(name, getattr(self, name), MAX_GRAMMAR_CHARS)
-        _check_text("whitespace_pattern", self.whitespace_pattern, MAX_PATTERN_CHARS)
+        for name in ("regex", "grammar", "lark", "frame", "whitespace_pattern"):
+            if (text := getattr(self, name)) is not None:
+                limit = MAX_PATTERN_CHARS if name == "whitespace_pattern" else MAX_GRAMMAR_CHARS
+                _check_text(name, text, limit)
         if self.choice is not None:
             set_field(self, "choice", _choices(self.choice))
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
@@ -68,28 +70,23 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, repr_omit_def
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
 
-def _wrong(expected: str, got: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{_NAME}: expected {expected}, got {got}", param=_NAME)
+def _wrong(field: str, expected: str, got: str) -> InvalidRequestError:
+    path = f"{_NAME}.{field}" if field else _NAME
+    return InvalidRequestError(
+        f"{path}: expected {expected}, got {got}", param=path.partition("[")[0]
+    )
 
 
 def _check_text(name: str, text: Any, limit: int) -> None:
-    if text is None:
-        return
     if not isinstance(text, str) or not text:
         got = repr(text) if isinstance(text, str) else type(text).__name__
-        raise _wrong(f"{name} to be text that isn't empty", got)
+        raise _wrong(name, "text that isn't empty", got)
     if len(text) > limit:
-        raise _wrong(f"at most {limit} characters of {name}", str(len(text)))
-    _check_unicode(name, text)
-
-
-def _check_unicode(name: str, text: str) -> None:
+        raise _wrong(name, f"at most {limit} characters", str(len(text)))
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        raise _wrong(
-            f"{name} to be Unicode", f"a lone surrogate at character {exc.start}"
-        ) from None
+        raise _wrong(name, "Unicode", f"a lone surrogate at character {exc.start}") from None
 
 
 def _json_text(name: str, value: Any) -> str | None:
@@ -103,7 +100,7 @@ def _json_text(name: str, value: Any) -> str | None:
         try:
             value = msgspec.json.encode(value).decode()
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
-            raise _wrong(f"{name} to be JSON", f"{exc!s:.100}") from None
+            raise _wrong(name, "JSON", f"{exc!s:.100}") from None
     if value is not None:
         _check_text(name, value, MAX_GRAMMAR_CHARS)
     assert value is None or isinstance(value, str)
@@ -111,14 +108,14 @@ def _json_text(name: str, value: Any) -> str | None:
 
 
 def _choices(items: Any) -> tuple[str, ...]:
-    choices = few(_NAME, items, MAX_GRAMMAR_CHOICES, "choices")
-    if not choices or any(not isinstance(text, str) or not text for text in choices):
-        raise _wrong("choice to be a list of texts, none of them empty", f"{choices!r:.100}")
+    choices = few(f"{_NAME}.choice", items, MAX_GRAMMAR_CHOICES, "choices")
+    if not choices:
+        raise _wrong("choice", "at least one text", "an empty list")
+    for place, text in enumerate(choices):
+        _check_text(f"choice[{place}]", text, MAX_GRAMMAR_CHARS)
     num_chars = sum(map(len, choices))
     if num_chars > MAX_GRAMMAR_CHARS:
-        raise _wrong(f"at most {MAX_GRAMMAR_CHARS} characters of choices", str(num_chars))
-    for place, text in enumerate(choices):
-        _check_unicode(f"choice[{place}]", text)
+        raise _wrong("choice", f"at most {MAX_GRAMMAR_CHARS} characters in all", str(num_chars))
     return choices
 
 

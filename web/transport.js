@@ -153,7 +153,8 @@ export class Link {
       const models = await this.#fetch("/v1/models");
       const body = await models.json().catch(() => ({}));
       const refusal = body.error?.message || "";
-      if ([401, 403].includes(models.status)) return { type: "locked", detail: refusal };
+      if (models.status === 401) return { type: "locked", detail: "Wrong key" };
+      if (models.status === 403) return { type: "locked", detail: refusal };
       if (!models.ok) return lost(refusal, models);
       return { type: "found", model: body.data?.[0]?.id ?? "" };
     } catch {

@@ -161,7 +161,8 @@ class Admission:
         kv.share(sequence, match, is_counted=is_first)
         num_hit_tokens = sequence.num_computed_tokens
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(num_hit_tokens, sequence.num_prompt_tokens)
+            # As many as without forced tokens, before which all of the prompt may be found.
+            sequence.num_cached_tokens = min(num_hit_tokens, sequence.num_prompt_tokens - 1)
             sequence.token_ids = sequence.token_ids[:]  # its own from now on
             if is_first and kv.is_shared:
                 self.num_queries_tokens += len(sequence.token_ids)

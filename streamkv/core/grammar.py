@@ -5,8 +5,8 @@ is, nor who makes its masks. Invariants (I11): a sequence whose mask came late c
 wait, and no more: from then on a token is asked for only once its mask is there. What a step was to
 compute after a token that did not come is void: nothing of it is published or told. Forced tokens
 are appended while nothing of the sequence is pending, so each token has one source; until all are
-there it asks for none. They are appended as they are taken, a part at a time: thousands may be
-forced at once, and somebody has work with each.
+there it asks for none. One that is paused gets none before it is resumed. They are appended as
+they are taken, a part at a time: thousands may be forced at once, and somebody has work with each.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Grammars:
     def is_busy(self) -> bool:
         """Somebody who runs waits for a mask, or tokens are to be appended: something will come of
         itself."""
-        return bool(self._to_append) or any(one.awaits_mask for one in self._roster.running)
+        if any(one.awaits_mask for one in self._roster.running):
+            return True
+        paused = self._roster.paused
+        return any(one.group not in paused for one in self._to_append)
 
     # --- masks -------------------------------------------------------------------------------
 
@@ -110,19 +113,22 @@ class Grammars:
     @property
     def has_forced(self) -> bool:
         """`take_forced` would do something."""
-        return any(not sequence.num_pending_tokens for sequence in self._to_append)
+        return any(map(self._can_append, self._to_append))
 
     def take_forced(self, max_num: int) -> list[TokenEvent]:
-        """Append at most so many, of sequences of which nothing is pending. One with more of them
-        goes behind the others."""
+        """Append at most so many, of sequences that go on and of which nothing is pending. One with
+        more of them goes behind the others."""
         events: list[TokenEvent] = []
-        for sequence in [one for one in self._to_append if not one.num_pending_tokens]:
+        for sequence in list(filter(self._can_append, self._to_append)):
             if len(events) >= max_num:
                 break
             forced = self._to_append.pop(sequence)
             if sequence.finish_reason is None:
                 events += self._append(sequence, forced, max_num - len(events))
         return events
+
+    def _can_append(self, sequence: Sequence) -> bool:
+        return not sequence.num_pending_tokens and sequence.group not in self._roster.paused
 
     def _append(self, sequence: Sequence, forced: Forced, max_num: int) -> list[TokenEvent]:
         """Some of them; the others later."""

@@ -266,7 +266,8 @@ class Scheduler:
 
     def pause(self, sequence: Sequence) -> None:
         """Its whole request gives back rows and blocks, as a preempted one does (they stay cached),
-        until it is resumed. Steps in flight are committed as usual. Idempotent."""
+        until it is resumed. Steps in flight are committed as usual, and no token is appended
+        without one. Idempotent."""
         self._roster.pause(sequence.group)
 
     def resume(self, sequence: Sequence) -> None:

@@ -20,10 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import (
-    EngineDeadError,
-    UnknownModelError,
-)
+from ..errors import EngineDeadError, UnknownModelError
 from ..protocol import Runner, RunnerInfo, SamplingParams, StepOutput
 from ..text.tokenizer import Tokenizer
 from .admission import seed_source
@@ -196,7 +193,9 @@ class AsyncEngine:
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False
     ) -> list[int]:
-        """Token ids of a text; a long one is tokenized in a thread. InvalidRequestError.
+        """Token ids of a text; a long one is tokenized in a thread. InvalidRequestError,
+        ContextLengthError for one of too many characters (16 for each token of the context, or a
+        million).
 
         With `must_fit`, ContextLengthError for a text that is too long for the context at first
         sight, before it is tokenized; one that is not may still be too long.
@@ -204,8 +203,9 @@ class AsyncEngine:
         return await self._encoder.encode(
             self.tokenizer,
             text,
+            self.info,
             add_special_tokens=add_special_tokens,
-            must_fit_in=self.info if must_fit else None,
+            must_fit=must_fit,
         )
 
     async def encode_chat(
@@ -279,8 +279,9 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request with ABORT deltas; nothing happens if there is none of that id."""
-        if self._loop is not None:
-            self._loop.abort(request_id)
+        stream = self.find(request_id)
+        if stream is not None:
+            stream.cancel()
 
     def find(self, request_id: str) -> TokenStream | None:
         """The stream of that id whose context was entered and not left yet."""

@@ -1,8 +1,8 @@
-"""Crews: a few threads that do what comes, one thing after another.
+"""Crews: each is one thread that does what comes, one thing after another.
 
-Owns the threads and the line of what waits for them. It must not know what is done. Invariants:
-there are never more threads than `size`, and none while nothing is to be done; after `close` none
-is left, and whatever was put has an end.
+Owns the thread and the line of what waits for it. It must not know what is done. Invariants: there
+is no thread while nothing is to be done; after `close` none is left, and whatever was put has an
+end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ T = TypeVar("T")
 class Crew:
     """Any thread may call its methods, `close` none of its own."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._size = size
         self._lock = threading.Lock()  # of what follows
         self._line: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._threads: set[threading.Thread] = set()
+        self._thread: EngineThread | None = None  # the latest
+        self._is_serving = False  # it takes what is in the line
         self._closed = False
 
     def put(self, work: Callable[[], T]) -> Future[T]:
@@ -36,8 +36,8 @@ class Crew:
         with self._lock:
             if self._closed:
                 raise _closed()
-            if len(self._threads) < self._size:
-                self._start_one()
+            if not self._is_serving:
+                self._start()
             self._line.append((future, work))
         return future
 
@@ -45,29 +45,27 @@ class Crew:
         """Wait for what is done just now; what waits fails with EngineDeadError. Idempotent."""
         with self._lock:
             self._closed = True
-            waiting, threads = list(self._line), list(self._threads)
+            waiting, thread = list(self._line), self._thread
             self._line.clear()
         for future, _ in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_exception(_closed())
-        for thread in threads:
+        if thread is not None:
             thread.join()
 
-    def _start_one(self) -> None:
+    def _start(self) -> None:
         thread = EngineThread(target=self._serve, name=self._name)
         try:
             thread.start()  # it waits for the lock
         except RuntimeError as exc:  # the system has no more
-            if not self._threads:
-                raise OverloadedError(f"{exc}; try again", retry_after_s=5) from None
-        else:
-            self._threads.add(thread)
+            raise OverloadedError(f"{exc}; try again", retry_after_s=5) from None
+        self._thread, self._is_serving = thread, True
 
     def _serve(self) -> None:
         while True:
             with self._lock:
                 if not self._line:
-                    self._threads.discard(threading.current_thread())
+                    self._is_serving = False
                     return
                 future, work = self._line.popleft()
             if future.set_running_or_notify_cancel():

@@ -125,13 +125,7 @@ class EngineLoop:
         self._wake()
         return entry
 
-    def abort(self, request_id: str) -> None:
-        """End a request with ABORT deltas; nothing happens if it is not known."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            self._requests.abort(entry)
-
-    def end(self, entry: Entry) -> None:
+    def abort(self, entry: Entry) -> None:
         """End it with ABORT deltas; nothing happens if it has ended."""
         self._requests.abort(entry)
 

@@ -101,8 +101,11 @@ class Mailbox:
             self._wake()
         return output.finish_reason
 
-    def push_prompt(self, num_computed_tokens: int, scores: Sequence[RowLogprobs]) -> None:
-        """A chunk of the prompt is computed."""
+    def push_prompt(
+        self, num_computed_tokens: int, num_cached_tokens: int, scores: Sequence[RowLogprobs]
+    ) -> None:
+        """A chunk of the prompt is computed, behind what was found in the cache."""
+        self.num_cached_tokens = num_cached_tokens
         self.prompt.push(num_computed_tokens, scores)
         self._wake()
 

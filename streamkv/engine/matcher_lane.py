@@ -20,12 +20,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from . import threads
 
 if TYPE_CHECKING:
     from .matchers import News, Slot
+
+Work: TypeAlias = "tuple[Slot, int | None]"  # a token, or None: the slot is given back
 
 TURN_S = 0.003  # of CPU time; who takes more in the quick lane goes on in the slow one
 POST_S = 0.001  # of CPU time: news are kept for so long, that there be fewer wake-ups
@@ -40,7 +42,7 @@ class Account:
         self.is_slow = is_slow  # not to be served in the quick lane
         self.cost_s = 0.0  # of its last turn
         self.ended_s = 0.0  # on the lane's clock, that turn
-        self.work: deque[tuple[Slot, int]] = deque()
+        self.work: deque[Work] = deque()
 
 
 class Lane:
@@ -49,7 +51,7 @@ class Lane:
     def __init__(
         self,
         name: str,
-        do: Callable[[Slot, int, list[News]], float],
+        do: Callable[[Slot, int | None, list[News]], float],
         post: Callable[[list[News]], None],
         slower: Lane | None = None,
     ) -> None:
@@ -60,7 +62,7 @@ class Lane:
         self._do = do
         self._post = post
         self._slower = slower
-        self._inbox: queue.SimpleQueue[Sequence[tuple[Slot, int]]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence[Work]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the thread's making
         self._thread: threads.EngineThread | None = None
         self._is_closed = False
@@ -79,7 +81,7 @@ class Lane:
                 thread.start()
                 self._thread = thread
 
-    def put(self, work: Sequence[tuple[Slot, int]]) -> None:
+    def put(self, work: Sequence[Work]) -> None:
         """Any thread may do this."""
         self._inbox.put(work)
 
@@ -121,8 +123,8 @@ class Lane:
             while True:
                 self._line_up(self._inbox.get_nowait())
 
-    def _line_up(self, work: Sequence[tuple[Slot, int]]) -> None:
-        passed_on: list[tuple[Slot, int]] = []
+    def _line_up(self, work: Sequence[Work]) -> None:
+        passed_on: list[Work] = []
         for one in work:
             account = one[0].account
             if account.is_slow and self._slower is not None:

@@ -9,14 +9,17 @@ posts once for the tokens of many, and nothing where there is nothing to say.
 Invariants: a mask is written only after the token before it came. Whatever a grammar does ends its
 own answer, with the reason, and nobody waits for its masks any more. A request whose answers
 together took long goes on in a second thread (`matcher_lane.py`), so that the others don't wait for
-it, and so does each with a grammar that once took long for a token; an answer that goes on taking
-long is ended. After `close` no thread is left.
+it, and each with a grammar that often takes long for a token begins there; an answer that goes on
+taking long is ended, but never for a single token: a thread's time also goes to what isn't the
+grammar's, as when a collection of garbage falls on it. The memory of a matcher is free once its
+slot is given back, whoever still has that. After `close` no thread is left, and no matcher.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,12 +30,13 @@ from .matcher_lane import TURN_S, Account, Lane
 
 if TYPE_CHECKING:
     from ..core.sequence import Sequence as Choice
-    from ..text.grammar import Matcher
+    from ..text.grammar import Grammar, Matcher
 
 ALLOWED_TOKEN_S = 0.02  # of CPU time for each token of an answer,
 ALLOWED_S = 0.3  # and besides: more in a row ends it
-
-_GIVE_BACK = -1  # in place of a token
+MAX_CHARGED_S = 0.1  # for one token, so that it takes several
+SLOW_SHARE = 0.25  # of a grammar's tokens: then it is taken for slow
+NUM_LATEST = 16  # of its tokens, that count most
 
 
 class Slot:
@@ -41,6 +45,7 @@ class Slot:
 
     __slots__ = (
         "_excess_s",
+        "_grammar",
         "_told",
         "account",
         "can_skip",
@@ -68,6 +73,7 @@ class Slot:
         self.number = number
         self.words = words
         self.matcher = matcher
+        self._grammar = matcher.grammar
         self.account = account  # its request's
         self.num_bytes = num_bytes  # that the matcher takes, about
         self.sequence: Choice | None = None  # once the scheduler knows it
@@ -88,11 +94,17 @@ class Slot:
 
     def charge(self, took_s: float) -> None:
         """A token took so long. TimeoutError if too many have."""
-        if took_s > TURN_S and self.matcher.grammar is not None:
-            self.matcher.grammar.is_slow = True
-        self._excess_s = max(0.0, self._excess_s + took_s - ALLOWED_TOKEN_S)
+        grammar = self._grammar
+        if grammar is not None:
+            grammar.slow_share += ((took_s > TURN_S) - grammar.slow_share) / NUM_LATEST
+        charged_s = min(took_s, MAX_CHARGED_S)
+        self._excess_s = max(0.0, self._excess_s + charged_s - ALLOWED_TOKEN_S)
         if self._excess_s > ALLOWED_S:
             raise TimeoutError(f"it takes too long, {took_s:.2f} s for the last token")
+
+    def release(self) -> None:
+        """Nobody asks for its masks any more."""
+        del self.matcher, self.words, self._grammar
 
 
 class News(NamedTuple):
@@ -123,12 +135,18 @@ class Matchers:
         self._quick = Lane("streamkv-matchers", self._do, self._post, self._slow)
         self._lock = threading.Lock()  # of the next
         self._slots: set[Slot] = set()  # that are not given back
+        self._on_room: Callable[[], None] | None = None
 
     @property
     def num_bytes(self) -> int:
         """That all matchers take, about."""
         with self._lock:
             return sum(slot.num_bytes for slot in self._slots)
+
+    def call_once_there_is_room(self, callback: Callable[[], None]) -> None:
+        """Once, on the event loop, when a slot has been given back. The last who asks is called."""
+        with self._lock:
+            self._on_room = callback
 
     def add(
         self, matchers: Sequence[Matcher], position: int, *, can_skip: bool, num_bytes: int = 0
@@ -138,8 +156,7 @@ class Matchers:
         takes. Any thread may do this."""
         self._quick.start()
         self._slow.start()
-        grammars = (matcher.grammar for matcher in matchers)
-        account = Account(is_slow=any(one is not None and one.is_slow for one in grammars))
+        account = Account(is_slow=any(_is_slow(matcher.grammar) for matcher in matchers))
         slots: list[Slot] = []
         board = self._board
         numbers: list[int] = []
@@ -173,7 +190,7 @@ class Matchers:
 
     def give_back(self, slots: Sequence[Slot]) -> None:
         """No row has them any more. Any thread may do this. Idempotent."""
-        self._quick.put([(slot, _GIVE_BACK) for slot in slots])
+        self._quick.put([(slot, None) for slot in slots])
 
     def gate(self, slot: Slot) -> int:
         """Post each of its masks from now on. Returns the position of the last."""
@@ -189,14 +206,17 @@ class Matchers:
         """Stop, and join the threads. Any thread may do this. Idempotent."""
         self._quick.close()
         self._slow.close()
+        with self._lock:
+            while self._slots:
+                self._slots.pop().release()
 
     # --- on the threads ----------------------------------------------------------------------
 
-    def _do(self, slot: Slot, token_id: int, news: list[News]) -> float:
-        """Returns the CPU time that it took."""
+    def _do(self, slot: Slot, token_id: int | None, news: list[News]) -> float:
+        """Take a token, or None: the slot is given back. Returns the CPU time that it took."""
         began_s = self._clock()
         try:
-            if token_id == _GIVE_BACK:
+            if token_id is None:
                 self._remove(slot)
             elif not slot.is_over:
                 self._advance(slot, token_id, news)
@@ -207,8 +227,11 @@ class Matchers:
         return self._clock() - began_s
 
     def _post(self, news: list[News]) -> None:
+        self._call_soon(functools.partial(self._on_news, news))
+
+    def _call_soon(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._on_news, news)
+            self._loop.call_soon_threadsafe(callback)
 
     def _advance(self, slot: Slot, token_id: int, news: list[News]) -> None:
         slot.matcher.consume(token_id)
@@ -228,7 +251,11 @@ class Matchers:
             if slot not in self._slots:
                 return
             self._slots.remove(slot)
+            slot.release()
+            on_room, self._on_room = self._on_room, None
         self._board.remove(slot.number)
+        if on_room is not None:
+            self._call_soon(on_room)
 
     def _publish(self, slot: Slot) -> None:
         matcher, words = slot.matcher, slot.words
@@ -237,6 +264,10 @@ class Matchers:
         else:
             words[:] = memoryview(matcher.mask).cast("i")[: len(words)]
         self._board.publish(slot.number, slot.published)
+
+
+def _is_slow(grammar: Grammar | None) -> bool:
+    return grammar is not None and grammar.slow_share > SLOW_SHARE
 
 
 def _write_one(words: memoryview, token_id: int) -> None:

@@ -64,7 +64,9 @@ class Reception:
         self._streams: dict[str, TokenStream] = {}  # admitted and not left
         self._grammars: GrammarCompilations | None = None
         if loop.matchers is not None:
-            self._grammars = GrammarCompilations(tokenizer, info.vocab_size, loop.matchers)
+            self._grammars = GrammarCompilations(
+                tokenizer, info.vocab_size, loop.matchers, check_ready
+            )
         self._warm_up_timer: asyncio.TimerHandle | None = None
         if self._grammars is not None:
             self._wait_to_warm_up()
@@ -74,10 +76,13 @@ class Reception:
         return self._streams.get(request_id)
 
     def stop(self) -> None:
-        """Nothing is prepared any more. Event-loop thread only. Idempotent."""
+        """Nothing is prepared any more, and nobody waits for it. Event-loop thread only.
+        Idempotent."""
         if self._warm_up_timer is not None:
             self._warm_up_timer.cancel()
             self._warm_up_timer = None
+        if self._grammars is not None:
+            self._grammars.stop()
 
     @property
     def has_threads(self) -> bool:
@@ -167,8 +172,9 @@ class Reception:
         prompt = check_prompt(stream.prompt, self._info, num_kept)
         if isinstance(prompt, tuple):
             return prompt
-        must_fit_in = self._info if num_kept is None else None
-        token_ids = await self._encoder.encode(self._tokenizer, prompt, must_fit_in=must_fit_in)
+        token_ids = await self._encoder.encode(
+            self._tokenizer, prompt, self._info, must_fit=num_kept is None
+        )
         return tuple(token_ids if num_kept is None else token_ids[-num_kept:])
 
     async def _bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -197,11 +203,11 @@ class Reception:
         entry = loop.add(request, mailbox, slots)
         self._streams[stream.request_id] = stream
         if stream.cancelled:
-            loop.end(entry)
+            loop.abort(entry)
         return Admission(
             prompt_token_ids=request.prompt_token_ids,
             mailbox=mailbox,
-            abort=functools.partial(loop.end, entry),
+            abort=functools.partial(loop.abort, entry),
             pause=functools.partial(loop.pause, entry),
             resume=functools.partial(loop.resume, entry),
             announce=functools.partial(loop.announce, entry),

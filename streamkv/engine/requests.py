@@ -56,9 +56,6 @@ class Requests:
         """Whether it has not ended."""
         return self._entries.get(entry.request.request_id) is entry
 
-    def get(self, request_id: str) -> Entry | None:
-        return self._entries.get(request_id)
-
     # --- from arrival to end ---------------------------------------------------------------
 
     def add(self, request: Request, mailbox: Mailbox, slots: tuple[Slot, ...]) -> Entry:
@@ -131,7 +128,10 @@ class Requests:
         be followed any further."""
         entry = self._entries[sequence.request.request_id]
         if failure:
-            message = f"the answer can't follow structured_outputs any further: {failure}"
+            structured = entry.request.sampling.structured_outputs
+            kind = "grammar" if structured is None else structured.kind
+            message = f"the answer can't follow its {kind} any further: {failure}"
+            logger.warning("%s: %s", sequence.request.request_id, message)
             self.fail(entry, GenerationError(message))
             return
         self._end(sequence, FinishReason.STOP)
@@ -254,5 +254,6 @@ class Requests:
         for sequence, num_computed_tokens, scores in events:
             entry = self._entries.get(sequence.request.request_id)
             if entry is not None:
-                entry.mailbox.push_prompt(num_computed_tokens, scores)
+                num_cached = sequence.num_cached_tokens or 0
+                entry.mailbox.push_prompt(num_computed_tokens, num_cached, scores)
                 self.list_news(entry)

@@ -31,10 +31,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..engine.stream import TokenDelta, TokenStream
-from ..errors import InvalidRequestError, NotFoundError, StreamkvError
-from .answer_types import PLAIN, SPENT, AnswerWriter, OnDisconnect, Outlet, Policy
+from ..errors import InvalidRequestError, StreamkvError
+from .answer_types import PLAIN, SPENT, AnswerWriter, OnDisconnect, Outlet, Policy, taken_over
 from .deltas import MAX_PIECE_LEN, cut, has_one_delta, is_long
-from .event_log import Event, EventLog, LogBudget
+from .event_log import Event, EventLog, LogBudget, not_kept
 from .generation import Generation, Source
 
 __all__ = [
@@ -83,7 +83,6 @@ class Answer(Generation):
         self._running: list[int] = []  # prompts not known to have all their tokens
         self._is_plain = False  # a turn brings one delta at most
         self._is_pumping = False
-        self._is_paused = False
         self._turn: asyncio.Handle | None = None  # when it goes on, after others had theirs
         self._timer: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
@@ -101,7 +100,7 @@ class Answer(Generation):
         except BaseException:
             self.end()
             raise
-        if self._is_paused:  # the reader has left meanwhile
+        if self.is_paused:  # the reader has left meanwhile
             self._pause()
         self._is_plain = all(has_one_delta(stream) for stream in self.streams)
         self._running.extend(range(len(self.streams)))
@@ -137,23 +136,19 @@ class Answer(Generation):
         before, self._outlet = self._outlet, outlet
         self._cursor = after + 1
         self._stop_timer()
-        if self._is_paused:
-            self._is_paused = False
+        if self.is_paused:
+            self.is_paused = False
             for stream in self.streams:
                 stream.resume()
         if before is not None:
-            self._tell_ended(before)
+            self._tell_ended(before, taken_over(self.answer_id))
         self.pump()
 
     def _check_after(self, after: int) -> None:
         if self.log is not None:
             self.log.check_has(after + 1, self.answer_id)
         elif after >= 0 or self.num_events or self.is_ended:
-            raise NotFoundError(
-                f"{self.answer_id}: its events are not kept; ask with stream_options "
-                '{"resumable": true}',
-                code="not_resumable",
-            )
+            raise not_kept(self.answer_id)
         if after >= self.num_events:
             raise InvalidRequestError(
                 f"after: expected at most {self.num_events - 1}, the number of the last event, got "
@@ -177,6 +172,7 @@ class Answer(Generation):
         if self.policy.window_s < float("inf"):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self.policy.window_s, self.cancel)
+        self._pump_soon()  # all may have come while it was slow
 
     def forget(self) -> None:
         """It can't be found any more: its log goes when it has ended, and its reader has it."""
@@ -191,7 +187,7 @@ class Answer(Generation):
             self.pump()
 
     def _pause(self) -> None:
-        self._is_paused = True
+        self.is_paused = True
         for stream in self.streams:
             stream.pause()
 
@@ -222,6 +218,7 @@ class Answer(Generation):
         try:
             delta = self.streams[0].take()
             if delta is not None:
+                # `is_long`, written out: a call would be the tenth part of this.
                 if len(delta.text) > MAX_PIECE_LEN or len(delta.token_ids) > MAX_PIECE_LEN:
                     delta = self._cut(delta)
                 events = self._writer.push(0, delta)
@@ -243,11 +240,12 @@ class Answer(Generation):
             self.pump()
 
     def pump(self) -> None:
-        """Write what there is while the outlet is open: called whenever there is more of either."""
-        if not self._is_pumping and self._turn is None:
+        """Write what there is while the outlet is open: called whenever there is more of either.
+        While others have their turn it only sees what has ended."""
+        if not self._is_pumping:
             self._is_pumping = True
             try:
-                self._guard(self._pump)
+                self._guard(self._pump if self._turn is None else self._see_ends)
             finally:
                 self._is_pumping = False
 
@@ -267,12 +265,10 @@ class Answer(Generation):
 
     def _pump(self) -> None:
         num_left = TAKES_PER_TURN
-        while self._flows():
+        while num_left > 0 and self._flows():
             prompt = next(iter(self._ready), None)
             if prompt is None:
                 return
-            if num_left <= 0:
-                return self._pump_soon()
             stream = self.streams[prompt]
             delta = self._pieces.popleft() if self._pieces else self._take(stream)
             if delta is not None:
@@ -281,9 +277,18 @@ class Answer(Generation):
                 self._emit(self._writer.push(prompt, delta))
                 continue
             self._see_end(prompt)
-        last = next(iter(self._ready), None)
-        if last is not None and not self._pieces and self.streams[last].done:
-            self._see_end(last)  # what it brought took the last room there was
+        self._see_ends()
+        if num_left <= 0 and self._ready:
+            self._pump_soon()
+
+    def _see_ends(self) -> None:
+        """What a prompt brought last may have taken the last room there was, or the turn. Then its
+        end is seen at once: a writer that has told of it can take nothing in any more."""
+        while self._ready and not self._pieces:
+            prompt = next(iter(self._ready))
+            if not self.streams[prompt].done:
+                return
+            self._see_end(prompt)
 
     def _see_end(self, prompt: int) -> None:
         """Nothing of a prompt is left to take, for now or for ever."""
@@ -389,8 +394,8 @@ class Answer(Generation):
         if self.is_forgotten and self.is_ended and self._outlet is None and self.log is not None:
             self.log.clear()
 
-    def _tell_ended(self, outlet: Outlet) -> None:
+    def _tell_ended(self, outlet: Outlet, error: StreamkvError | None = None) -> None:
         try:
-            outlet.ended()
+            outlet.ended(error)
         except Exception:
             logger.exception("answer %s: an outlet failed at the end", self.answer_id)

@@ -2,7 +2,8 @@
 
 Owns the plan of one request's answers, for every endpoint, and the reading of each. Knows no
 endpoint's fields and no transport. Invariants: an answer that must be calls, or must match
-something, does so after its reasoning, and calls of tools that are `strict` obey their schemas;
+something, does so after its reasoning, from its first token if the prompt leaves no place for any;
+calls of tools that are `strict` obey their schemas; an answer that must be calls has no content;
 what is read of an answer, the count of its reasoning's tokens included, doesn't depend on how it
 came in pieces.
 """
@@ -18,8 +19,8 @@ from ..engine.encoding import decode_whole
 from ..errors import InvalidRequestError
 from ..protocol import SamplingParams
 from ..sampling import StructuredOutputs
-from ..text.answer_parts import AnswerParser, Part, ToolCallPart
-from ..text.reasoning import ReasoningFormat
+from ..text.answer_parts import AnswerParser, ContentPart, Part, ToolCallPart
+from ..text.reasoning import ReasoningFormat, Stage
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls import ToolFormat, answer_parser
 from ..text.tool_grammar import Rules
@@ -40,6 +41,7 @@ class AnswerPlan:
         name: str | None,
         parallel: bool,
         structured: StructuredOutputs | None,
+        thinks: bool,
     ) -> None:
         self.reasoning: ReasoningFormat | None = tokenizer.reasoning_format
         self.template_tools = list(tools) or None  # what the chat template is to show
@@ -49,7 +51,8 @@ class AnswerPlan:
         self._name = name
         self._parallel = parallel
         self._structured = structured
-        self._is_open = False  # the prompt ends within reasoning
+        self._thinks = thinks
+        self._stage = Stage.NOT_BEGUN  # of the prompt
 
     @property
     def needs_reader(self) -> bool:
@@ -57,13 +60,15 @@ class AnswerPlan:
         return self._tool_format is not None or self.reasoning is not None
 
     async def see_prompt(self, token_ids: Sequence[int], *, continued: str = "") -> None:
-        """Look whether the prompt has begun the reasoning; `continued`: what its last message says,
-        if the answer goes on with that."""
+        """Look how far the prompt has gone with the reasoning; `continued`: what its last message
+        says, if the answer goes on with that."""
         if self.reasoning is None:
             return
         tail = token_ids[-_TAIL_LEN - len(continued.encode()) :]
         text = await decode_whole(self._tokenizer, tail)
-        self._is_open = self.reasoning.is_open(text, continued=continued)
+        self._stage = self.reasoning.stage(text, continued=continued)
+        if self._stage is Stage.NOT_BEGUN and not self._thinks:
+            self._stage = Stage.OVER
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """How to sample such answers. InvalidRequestError."""
@@ -75,24 +80,41 @@ class AnswerPlan:
 
     def reader(self) -> AnswerReader | None:
         """What reads one answer; None where all of it is content."""
+        # One that is free may reason against all that it was told, and is read as it comes.
+        is_free = self._structured is None and not self._must_call
+        reasoning = self.reasoning if is_free else self._leading_reasoning
         parser = answer_parser(
             self._tokenizer,
             tools=self._tool_format is not None,
-            reasoning=self.reasoning is not None,
+            reasoning=reasoning is not None,
             prompt_ends_in_reasoning=self._is_open,
         )
         if parser is None:
             return None
         count = None
-        if self.reasoning is not None:
-            count = _ReasoningCount(self._tokenizer, self.reasoning, self._is_open)
-        return AnswerReader(parser, count, parallel=self._parallel)
+        if reasoning is not None:
+            count = _ReasoningCount(self._tokenizer, reasoning, self._is_open)
+        return AnswerReader(parser, count, parallel=self._parallel, only_calls=self._must_call)
+
+    @property
+    def _must_call(self) -> bool:
+        return self._required and self._tool_format is not None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the prompt ends within reasoning."""
+        return self._stage is Stage.OPEN
+
+    @property
+    def _leading_reasoning(self) -> ReasoningFormat | None:
+        """What an answer that must match something may begin with."""
+        return None if self._stage is Stage.OVER else self.reasoning
 
     def _grammar(self) -> StructuredOutputs | None:
         """What answers must match."""
         structured, tool_format = self._structured, self._tool_format
         if tool_format is None:
-            if structured is None or self.reasoning is None:
+            if structured is None or self._leading_reasoning is None:
                 return structured
             return self._after_reasoning("@answer", structured)
         if self._required:
@@ -111,14 +133,14 @@ class AnswerPlan:
             required=required,
             name=self._name,
             parallel=self._parallel,
-            reasoning=reasoning,
+            reasoning=reasoning and self._leading_reasoning is not None,
             prompt_ends_in_reasoning=self._is_open,
         )
 
     def _after_reasoning(self, answer: str, structured: StructuredOutputs) -> StructuredOutputs:
         """The same for what is no reasoning; `answer` says where it stands."""
         rules = Rules(self._tokenizer.special_ids, (), parallel=False)
-        frame = rules.text(answer, self.reasoning, self._is_open)
+        frame = rules.text(answer, self._leading_reasoning, self._is_open)
         return msgspec.structs.replace(structured, frame=frame)
 
 
@@ -131,10 +153,12 @@ def plan_answer(
     allowed: Collection[str] | None = None,
     parallel: bool = True,
     structured: StructuredOutputs | None = None,
+    thinks: bool = True,
 ) -> AnswerPlan:
     """The plan of answers that may call `tools` (with `allowed` of these only), must ("required"),
     or must call the one with that `name`; other answers match `structured`. With "none" the model
-    is told of no tools. Without `parallel` there is one call in an answer, at most.
+    is told of no tools. Without `parallel` there is one call in an answer, at most. Unless the
+    model `thinks`, it is to begin no reasoning.
 
     InvalidRequestError names `tools`.
     """
@@ -150,7 +174,19 @@ def plan_answer(
         name=name,
         parallel=parallel,
         structured=structured,
+        thinks=thinks,
     )
+
+
+def tool_field_names(tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What errors of the grammar of calls are to name: the client sent tools and no grammar."""
+    found = (tool.get("function", tool).get("name") for tool in tools)
+    shown = ", ".join(repr(name) for name in found if isinstance(name, str))[:300]
+    expected = f"expected parameters (of {shown})".replace("\\", "")
+    return {
+        "structured_outputs: expected lark": f"tools: {expected}",
+        "structured_outputs": "tools",
+    }
 
 
 def _readable_format(tokenizer: Tokenizer) -> ToolFormat:
@@ -168,12 +204,18 @@ class AnswerReader:
     """Reads one answer. Owned by whoever owns the answer."""
 
     def __init__(
-        self, parser: AnswerParser, count: _ReasoningCount | None, *, parallel: bool
+        self,
+        parser: AnswerParser,
+        count: _ReasoningCount | None,
+        *,
+        parallel: bool,
+        only_calls: bool = False,
     ) -> None:
         self.num_calls = 0
         self._parser = parser
         self._count = count
         self._parallel = parallel
+        self._only_calls = only_calls  # what looks like content is a call's syntax, cut off
 
     @property
     def reasoning_tokens(self) -> int:
@@ -197,6 +239,8 @@ class AnswerReader:
                 if part.index and not self._parallel:
                     continue
                 self.num_calls = max(self.num_calls, part.index + 1)
+            elif self._only_calls and isinstance(part, ContentPart):
+                continue
             shown.append(part)
         return shown
 

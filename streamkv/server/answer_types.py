@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from ..engine.stream import TokenDelta, TokenStream
+from ..errors import GoneError, StreamkvError
 from .event_log import Event
 
 
@@ -69,6 +70,15 @@ class _Spent:
 SPENT = _Spent()
 
 
+def taken_over(answer_id: str) -> GoneError:
+    """Why a reader gets nothing more, when another one reads the answer now."""
+    return GoneError(
+        f"{answer_id}: another reader has taken over, and there is one at a time; resume it to "
+        "take it back",
+        code="taken_over",
+    )
+
+
 class Outlet(Protocol):
     """Where an answer's events go: a connection, or a lane of one."""
 
@@ -79,5 +89,6 @@ class Outlet(Protocol):
     def write(self, number: int, event: Event) -> None:
         """Send one event. Only called while `is_open`."""
 
-    def ended(self) -> None:
-        """No event will follow: the answer has ended, or somebody else reads it now."""
+    def ended(self, error: StreamkvError | None = None) -> None:
+        """No event will follow: the answer has ended, or, if there is an error, that is why its
+        rest does not come here. It is this reader's alone, and no event of the answer."""

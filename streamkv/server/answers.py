@@ -18,18 +18,22 @@ import msgspec
 from starlette.requests import HTTPConnection
 
 from ..config import ServerConfig
+from ..engine.outputs import SoFar
 from ..errors import InvalidRequestError, NotFoundError
 from .answer import Answer, AnswerWriter, Policy
 from .auth import presented_key
-from .event_log import LogBudget
+from .event_log import LogBudget, not_kept
 from .generation import Generation
-from .ids import PREFIXES
+from .ids import PREFIXES, name_of
 
 LOGS_IN_MEMORY = 16  # that fill it
 MAX_ENDED = 4096
 MAX_ENDED_BYTES = 64 << 20  # of results, besides the logs
+LOGS_PER_LOOK = 16  # that are found to be read, before who needs room goes on without
 _OVERHEAD_BYTES = 1024
 _TOKEN_BYTES = 100  # of what the engine remembers of a stream
+
+Status = Literal["running", "paused", "cancelled", "failed", "finished"]
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
@@ -51,7 +55,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     object: str = "request"
-    status: Literal["running", "cancelled", "failed", "finished"]
+    status: Status
     choices: list[ChoiceResult]
     usage: UsageResult
 
@@ -83,6 +87,7 @@ class Answers:
         self._has_owners = bool(config.api_key)
         self._running: dict[Key, Generation] = {}
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
+        self._logs: OrderedDict[Key, Answer] = OrderedDict()  # of these
         self.num_resumed = 0  # streams that somebody has gone on reading
         self._num_ended_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # of the oldest
@@ -112,12 +117,16 @@ class Answers:
         key = Key(generation.owner, generation.answer_id)
         if key in self._running:
             raise InvalidRequestError(
-                f"request_id: expected one that is not in use, got {key.answer_id!r}",
+                f"request_id: expected one that is not in use, got {name_of(key.answer_id)!r}",
                 param="request_id",
             )
         self._drop(key)
         self._running[key] = generation
         generation.on_ended(lambda: self._keep(key, generation))
+
+    def is_free(self, connection: HTTPConnection, answer_id: str) -> bool:
+        """Whether no answer that runs has this id."""
+        return Key(self.owner_of(connection), answer_id) not in self._running
 
     def owner_of(self, connection: HTTPConnection) -> bytes:
         """A digest of the key that was shown; nothing where no keys are asked for."""
@@ -126,15 +135,19 @@ class Answers:
 
     # --- finding -----------------------------------------------------------------------------
 
-    def find(self, connection: HTTPConnection, answer_id: str) -> Generation | Ended:
-        """By the id that clients see, or else the `request_id` they sent: what runs, or else what
-        ended last. NotFoundError; InvalidRequestError if several that run were sent the same."""
+    def find(
+        self, connection: HTTPConnection, answer_id: str, *, exact: bool = False
+    ) -> Generation | Ended:
+        """By the id that clients see, or else, unless it is to be `exact`, the `request_id` they
+        sent: what runs, or else what ended last. NotFoundError; InvalidRequestError if several that
+        run were sent the same."""
         self._expire()
         owner = self.owner_of(connection)
         found = self._get(Key(owner, answer_id))
         if found is not None:
             return found
-        known = [self._get(Key(owner, prefix + answer_id)) for prefix in PREFIXES]
+        prefixes = () if exact else PREFIXES
+        known = [self._get(Key(owner, prefix + answer_id)) for prefix in prefixes]
         running = [one for one in known if isinstance(one, Generation)]
         if len(running) > 1:
             raise InvalidRequestError(
@@ -167,16 +180,15 @@ class Answers:
             running.forget()
         self._drop(key)
 
-    def find_answer(self, connection: HTTPConnection, answer_id: str) -> Answer:
-        """One whose events are to be read on. NotFoundError."""
-        found = self.find(connection, answer_id)
+    def find_answer(
+        self, connection: HTTPConnection, answer_id: str, *, exact: bool = False
+    ) -> Answer:
+        """One whose events are to be read on. What an endpoint knows to be its own it asks for by
+        the `exact` id: what others call theirs may be the same. Raises what `find` does."""
+        found = self.find(connection, answer_id, exact=exact)
         answer = found.answer if isinstance(found, Ended) else found
         if not isinstance(answer, Answer) or answer.log is None:
-            raise NotFoundError(
-                f"{answer_id}: its events are not kept; ask with stream_options "
-                '{"resumable": true}',
-                code="not_resumable",
-            )
+            raise not_kept(answer_id)
         return answer
 
     # --- ended -------------------------------------------------------------------------------
@@ -191,21 +203,28 @@ class Answers:
             self._drop(next(iter(self._ended)))
 
     def make_room(self) -> None:
-        """All logs together take too much: the oldest that have ended go."""
-        while self._ended and self.budget.is_exceeded:
-            self._drop(next(iter(self._ended)))
+        """All logs together take too much: of those that have ended the oldest go, but for those
+        that somebody reads, who would hold what they take as long as before."""
+        num_looks = LOGS_PER_LOOK
+        while self._logs and num_looks and self.budget.is_exceeded:
+            key, answer = next(iter(self._logs.items()))
+            if answer.has_reader:
+                self._logs.move_to_end(key)  # the next time the others are looked at first
+                num_looks -= 1
+            else:
+                self._drop(key)
 
     def _keep(self, key: Key, generation: Generation) -> None:
         """It has just ended."""
         del self._running[key]
         if generation.is_forgotten or not generation.is_admitted or not self.window_s:
-            return
+            return generation.forget()
         result = result_of(generation)
         num_bytes = _OVERHEAD_BYTES + generation.num_held_bytes
         num_bytes += sum(sys.getsizeof(one.text) for one in result.choices)
         answer = None
         if isinstance(generation, Answer) and generation.policy.resumable:
-            answer = generation
+            answer = self._logs[key] = generation
             num_bytes += _TOKEN_BYTES * result.usage.total_tokens
         expires_s = asyncio.get_running_loop().time() + self.window_s
         self._ended[key] = Ended(result, answer, num_bytes, expires_s)
@@ -233,6 +252,7 @@ class Answers:
         if ended is None:
             return
         self._num_ended_bytes -= ended.num_bytes
+        self._logs.pop(key, None)
         if ended.answer is not None:
             ended.answer.forget()
         if not self._ended and self._timer is not None:
@@ -244,7 +264,8 @@ def result_of(generation: Generation) -> RequestResult:
     """What came of it so far."""
     choices, num_prompt, num_generated = [], 0, 0
     for prompt, stream in enumerate(generation.streams):
-        for one in stream.so_far():
+        # While it isn't known yet which are the best of many, each has nothing yet.
+        for one in stream.so_far() or map(_nothing, range(stream.sampling.n)):
             index = prompt * stream.sampling.n + one.choice
             choices.append(ChoiceResult(index, one.text, one.finish_reason))
         num_prompt += stream.usage.num_prompt_tokens
@@ -257,12 +278,18 @@ def result_of(generation: Generation) -> RequestResult:
     )
 
 
-def _status(generation: Generation) -> Literal["running", "cancelled", "failed", "finished"]:
+def _nothing(choice: int) -> SoFar:
+    return SoFar(choice, "", (), None, None)
+
+
+def _status(generation: Generation) -> Status:
     if generation.error is not None:
         return "failed"
     if generation.is_cancelled:
         return "cancelled"
-    return "finished" if generation.is_ended else "running"
+    if generation.is_ended:
+        return "finished"
+    return "paused" if generation.is_paused else "running"
 
 
 def answers_of(connection: HTTPConnection) -> Answers:

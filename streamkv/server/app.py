@@ -36,6 +36,7 @@ from .answers import Answers
 from .auth import ApiKeyMiddleware, BrowserGuard, PathGuard, refuse
 from .page import find_folder, page_routes
 from .response_store import ResponseStore
+from .sse import REQUEST_ID
 from .wire import error_response, http_error_body, json_response
 
 # Open to all even with --api-key, and the page's own files with them: see auth.py.
@@ -98,6 +99,7 @@ def _middleware(config: ServerConfig, open_paths: set[str]) -> list[Middleware]:
                 allow_origins=config.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
+                expose_headers=[REQUEST_ID],
             )
         )
     if config.api_key:

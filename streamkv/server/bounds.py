@@ -1,8 +1,8 @@
 """How much JSON a field of a body may have, and how a long body is read.
 
 Owns that what is made of many small values, which takes a hundred times as long to read as to skip,
-is refused unread. Knows no endpoint: their types say the bounds (`at_most`). Invariant: of a body
-that passes, each field is there once, as it was measured.
+is refused unread. Knows no endpoint: their types say the bounds (`at_most`, `few`). Invariant: of
+a body that passes, each field is there once, as it was measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import msgspec.inspect
@@ -20,13 +20,26 @@ from ..errors import InvalidRequestError
 
 _LONG_BYTES = 1 << 17  # a shorter document is read in no time, whatever is in it
 _MAX_BYTES = "max_bytes"
+_MAX_OBJECTS = "max_objects"
 _ABSENT = msgspec.Raw(b"null")
+
+
+class _Limit(NamedTuple):
+    kind: str
+    num: int
 
 
 def at_most(num_bytes: int) -> msgspec.Meta:
     """Of a body's field: longer JSON is refused, unread."""
     assert num_bytes >= _LONG_BYTES, "it would not be looked at in shorter documents"
     return msgspec.Meta(extra={_MAX_BYTES: num_bytes})
+
+
+def few(num_objects: int) -> msgspec.Meta:
+    """Of a body's field that is text or a list of objects, which hold long texts: a list with more
+    opening braces, its texts' included, is refused, unread."""
+    assert num_objects > _LONG_BYTES // 3, "it would not be looked at in shorter documents"
+    return msgspec.Meta(extra={_MAX_OBJECTS: num_objects})
 
 
 def bounded(data: bytes | str, kind: Any) -> bytes | str:
@@ -36,29 +49,38 @@ def bounded(data: bytes | str, kind: Any) -> bytes | str:
         return data
     fields = fields_decoder(tuple(limits)).decode(data)
     for name, limit in limits.items():
-        size = len(getattr(fields, name))
-        if limit and size > limit:
-            raise InvalidRequestError(
-                f"{name}: expected at most {limit} bytes of JSON, got {size}; send less", param=name
-            )
+        if limit is not None:
+            _check(name, getattr(fields, name), limit)
     return msgspec.json.encode(fields)  # one that is sent twice was measured once
 
 
+def _check(name: str, value: msgspec.Raw, limit: _Limit) -> None:
+    if limit.kind == _MAX_BYTES:
+        size, unit = len(value), "bytes of JSON"
+    else:
+        data = bytes(value)
+        size, unit = data.count(b"{") * data.startswith(b"["), "objects (and braces in texts)"
+    if size > limit.num:
+        raise InvalidRequestError(
+            f"{name}: expected at most {limit.num} {unit}, got {size}; send less", param=name
+        )
+
+
 @functools.cache
-def _limits(kind: Any) -> Mapping[str, int]:
-    """The fields of a Struct, and how many bytes they may have; 0: any number. Other types have no
-    fields."""
+def _limits(kind: Any) -> Mapping[str, _Limit | None]:
+    """The fields of a Struct, and how much they may have. Other types have no fields."""
     found = msgspec.inspect.type_info(kind)
     if not isinstance(found, msgspec.inspect.StructType):
         return {}
-    tag = {found.tag_field: 0} if found.tag_field is not None else {}
+    tag: dict[str, _Limit | None] = {found.tag_field: None} if found.tag_field is not None else {}
     return tag | {field.encode_name: _limit(field.type) for field in found.fields}
 
 
-def _limit(kind: msgspec.inspect.Type) -> int:
+def _limit(kind: msgspec.inspect.Type) -> _Limit | None:
     kinds = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
     extras = (one.extra or {} for one in kinds if isinstance(one, msgspec.inspect.Metadata))
-    return max((extra.get(_MAX_BYTES, 0) for extra in extras), default=0)
+    pairs = (pair for extra in extras for pair in extra.items())
+    return next((_Limit(*pair) for pair in pairs if pair[0] in (_MAX_BYTES, _MAX_OBJECTS)), None)
 
 
 @functools.cache

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 from ..engine.async_engine import AsyncEngine
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
-from .answer_format import AnswerPlan, plan_answer
+from .answer_format import AnswerPlan, plan_answer, tool_field_names
 from .chat_writer import ChatOptions, ChatWriter
 from .completion_fields import CompletionFields
-from .ids import CHAT, answer_id_of, engine_id_of
+from .ids import CHAT, engine_id_of
 from .logprobs import check_num_scores
 from .messages import (
     Documents,
@@ -30,28 +30,45 @@ from .messages import (
     TemplateKwargs,
     last_text,
     template_arguments,
+    template_variables,
+    wants_reasoning,
 )
 from .metrics import metrics_of, observed
-from .request_fields import SAMPLING_NOT_HONOURED, StreamOptions, limit_tokens
+from .request_fields import (
+    SAMPLING_ADVICE,
+    SAMPLING_NOT_HONOURED,
+    StreamOptions,
+    limit_tokens,
+)
 from .response_format import Structure
 from .sse import collect_answer, stream_answer
-from .streams import policy_of
+from .streams import new_answer_id, policy_of
 from .tools import ToolChoice, Tools, read_choice
-from .wire import NotHonoured, read_body, ready_engine, renaming_fields, renaming_params
+from .wire import Advice, NotHonoured, read_body, ready_engine, renaming_fields, renaming_params
 
 NOT_HONOURED: NotHonoured = {
     **SAMPLING_NOT_HONOURED,
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
+    "max_output_tokens": (),  # Responses' names
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "text": (),
     "verbosity": ("medium",),
     "web_search_options": (),
+}
+
+ADVICE: Advice = {
+    **SAMPLING_ADVICE,
+    "function_call": "send tools and tool_choice",
+    "functions": "send tools and tool_choice",
+    "max_output_tokens": "send max_completion_tokens",
+    "text": "send response_format",
 }
 
 MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -80,8 +97,9 @@ class ChatRequest(CompletionFields, kw_only=True):
         names = {"prompt": "messages"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
-        names["structured_outputs"] = "tools" if structure is None else structure.field
-        return names
+        if structure is None:
+            return names | tool_field_names(self.tools or ())
+        return names | {"structured_outputs": structure.field}
 
     @property
     def echoes(self) -> bool:
@@ -94,6 +112,7 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 def _plan(body: ChatRequest, engine: AsyncEngine, structure: Structure | None) -> AnswerPlan:
     choice = read_choice(body.tool_choice, body.tools or ())
+    variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
     return plan_answer(
         engine.tokenizer,
         tools=body.tools or (),
@@ -102,6 +121,7 @@ def _plan(body: ChatRequest, engine: AsyncEngine, structure: Structure | None) -
         allowed=choice.allowed,
         parallel=body.parallel_tool_calls is not False,
         structured=None if structure is None else structure.outputs,
+        thinks=wants_reasoning(variables),
     )
 
 
@@ -131,7 +151,7 @@ def _options(body: ChatRequest, stream: StreamOptions, said: str) -> ChatOptions
 
 
 async def create_chat_completion(request: Request) -> ASGIApp:
-    body = await read_body(request, _decoder, not_honoured=NOT_HONOURED)
+    body = await read_body(request, _decoder, not_honoured=NOT_HONOURED, advice=ADVICE)
     streams = bool(body.stream)
     stream_options = body.checked_stream_options()
     policy = policy_of(request, body.on_disconnect, stream_options.resumable, streams=streams)
@@ -146,7 +166,7 @@ async def create_chat_completion(request: Request) -> ASGIApp:
         said = await last_text(body.messages) if continues or body.echoes else ""
         await plan.see_prompt(prompt, continued=said if continues else "")
         sampling = plan.sampling(limit_tokens(sampling, engine, len(prompt)))
-    completion_id = answer_id_of(CHAT, body.request_id)
+    completion_id = new_answer_id(request, CHAT, body.request_id, streams=streams)
     stream = engine.generate(
         prompt,
         sampling,

@@ -23,22 +23,30 @@ from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
 from .completion_fields import CompletionFields
 from .completion_writer import CompletionOptions, CompletionWriter
-from .ids import COMPLETION, answer_id_of, engine_id_of
+from .ids import COMPLETION, engine_id_of
 from .logprobs import check_num_scores
 from .metrics import metrics_of, observed
 from .prompts import Prompt, PromptEncoder, read_prompts
-from .request_fields import SAMPLING_NOT_HONOURED, TokenId
+from .request_fields import SAMPLING_ADVICE, SAMPLING_NOT_HONOURED, TokenId
 from .response_format import Structure
 from .sse import collect_answer, stream_answer
-from .streams import policy_of
-from .wire import NotHonoured, read_body, ready_engine, renaming_fields, renaming_params
+from .streams import new_answer_id, policy_of
+from .wire import Advice, NotHonoured, read_body, ready_engine, renaming_fields, renaming_params
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 NOT_HONOURED: NotHonoured = {
     **SAMPLING_NOT_HONOURED,
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
     "prompt_embeds": (),
     "suffix": ("",),
+}
+
+ADVICE: Advice = {
+    **SAMPLING_ADVICE,
+    "max_completion_tokens": "send max_tokens",
+    "max_output_tokens": "send max_tokens",
 }
 
 
@@ -83,7 +91,7 @@ def _sampling(
 
 
 async def create_completion(request: Request) -> ASGIApp:
-    body = await read_body(request, _decoder, not_honoured=NOT_HONOURED)
+    body = await read_body(request, _decoder, not_honoured=NOT_HONOURED, advice=ADVICE)
     streams = bool(body.stream)
     stream_options = body.checked_stream_options()
     policy = policy_of(request, body.on_disconnect, stream_options.resumable, streams=streams)
@@ -93,7 +101,7 @@ async def create_completion(request: Request) -> ASGIApp:
     with renaming_fields(names):
         sampling = _sampling(body, engine, structure)
     prompts = await _prompts(body, engine, sampling)
-    completion_id = answer_id_of(COMPLETION, body.request_id)
+    completion_id = new_answer_id(request, COMPLETION, body.request_id, streams=streams)
     options = CompletionOptions(
         num_choices=sampling.n,
         logprobs=body.logprobs,

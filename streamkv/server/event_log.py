@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ..errors import GoneError
+from ..errors import GoneError, NotFoundError
 
 EVENT_OVERHEAD_BYTES = 64  # of the Python objects around an event's data
 
@@ -24,6 +24,14 @@ class Event(Struct, frozen=True, gc=False):
 
     name: str
     data: bytes
+
+
+def not_kept(answer_id: str) -> NotFoundError:
+    """The error where an answer has no log."""
+    return NotFoundError(
+        f'{answer_id}: its events are not kept; ask with stream_options {{"resumable": true}}',
+        code="not_resumable",
+    )
 
 
 class LogBudget:

@@ -31,9 +31,10 @@ class Generation:
         self.error: BaseException | None = None  # why it ended
         self.is_admitted = False
         self.is_cancelled = False
+        self.is_paused = False  # it has no reader, and waits for one
         self.is_ended = False
         self.is_forgotten = False  # nobody finds it any more
-        self.num_held_bytes = 0  # of what it holds besides its text, while it is kept
+        self.num_held_bytes = 0  # of what it will hold once it has ended, besides text and events
         self._on_ended: list[Callable[[], None]] = []
         self._stack = AsyncExitStack()
         self._leaving: asyncio.Task[None] | None = None

@@ -8,14 +8,23 @@ HTTP/1.0. Knows nothing about endpoints. Invariants:
   on all the time, and a client that leaves is noticed whatever it has sent.
 - What can't be parsed gets an answer of OpenAI's shape, and so does a head that is too long: what
   is read besides a body is bounded.
+- A request that doesn't come ends its connection: a head has HEAD_S in all, a body STALL_S for each
+  of its pieces.
+- A connection goes on only behind a request that was read to its end. What is left of a small body
+  that nobody asked for is read before the answer, which its sender would not see otherwise: a
+  connection that is closed with something unread is reset.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 from http import HTTPStatus
 from typing import Any
 
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -26,6 +35,10 @@ from .direct_write import WRITE, DirectWriter, WritersProtocol, batch_of
 from .wire import encode, http_error_body
 
 MAX_HEAD_BYTES = 64 * 1024  # and what one read brings with its end
+HEAD_S = 30.0  # from the connection, or from the first byte behind a request
+STALL_S = 30.0  # between two pieces of a body
+MAX_SKIPPED_BYTES = 64 * 1024  # of a body that nobody asked for
+SKIP_S = 1.0  # for them to come
 _ENDLESS_BYTES = 1 << 62
 
 
@@ -73,24 +86,81 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     """uvicorn's, whose requests offer a BodyWriter."""
 
     _is_last = False  # nothing is read behind the present request
+    _keeps_alive = False  # as the present request asks for, once it is whole
     _num_head_bytes = 0  # of a head that isn't whole; or of what follows a body but ends nothing
+    _deadline: asyncio.TimerHandle | None = None  # of what the client has yet to send
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.app = self._skipping_bodies(self.app)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        self._keeps_alive = False
+        super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         if self._is_last:
             return
         self._num_head_bytes += len(data)
-        super().data_received(data)
-        is_over = self._is_last or self.transport.is_closing()
-        if self._num_head_bytes > MAX_HEAD_BYTES and not is_over:
+        self._parse(data)
+        if self._is_last or self.transport.is_closing():
+            return
+        if self._num_head_bytes > MAX_HEAD_BYTES:
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            self._refuse(status, f"expected at most {MAX_HEAD_BYTES} bytes of headers, got more")
+            self._reject(status, f"expected at most {MAX_HEAD_BYTES} bytes of headers, got more")
+        elif self._is_answering:
+            if self.cycle.more_body:
+                self._wait_no_more()
+                self._wait(STALL_S)
+        elif self._num_head_bytes and self._deadline is None:
+            self._wait(HEAD_S)
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            elif self._ignores_upgrade:
+                self._parse(self._without_upgrade() + data[upgrade.args[0] :])
+
+    @property
+    def _ignores_upgrade(self) -> bool:
+        """Whether the client asks for a protocol besides HTTP that we don't speak. The parser then
+        takes what follows for that protocol."""
+        can_upgrade: bool = self.parser.should_upgrade()
+        return can_upgrade and self.parser.get_method() != b"CONNECT" and not self._should_upgrade()
+
+    def _without_upgrade(self) -> bytes:
+        """The present head without that offer, for a parser that starts anew."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._ignores_upgrade:
+            return
         self._num_head_bytes = 0
+        self._wait_no_more()
+        if self._is_answering and not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps_alive
         super().on_message_complete()
 
     def on_message_begin(self) -> None:
@@ -99,10 +169,16 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._ignores_upgrade:
+            return  # it comes again
         before = self.cycle
         super().on_headers_complete()
+        self._wait_no_more()
         scope: Any = self.scope
-        if self.cycle is not before and scope["method"] != "HEAD":  # and its task has not run yet
+        if self.cycle is before:
+            return  # it becomes a WebSocket
+        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        if scope["method"] != "HEAD":  # and its task has not run yet
             scope["extensions"] = {WRITE: BodyWriter(self, self.cycle)}
 
     def eof_received(self) -> None:
@@ -115,12 +191,48 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:
-        """To bytes that are no HTTP; those behind a request only end the connection after it."""
+        self._reject(HTTPStatus.BAD_REQUEST, msg)
+
+    def _reject(self, status: HTTPStatus, message: str) -> None:
+        """Refuse what can't be read; behind a request it only ends the connection after it."""
         if self._is_answering and (self.cycle.response_started or not self.cycle.more_body):
             self._is_last = True
             self.cycle.keep_alive = False
             return
-        self._refuse(HTTPStatus.BAD_REQUEST, msg)
+        self._refuse(status, message)
+
+    def _skipping_bodies(self, app: ASGIApp) -> ASGIApp:
+        """The application, before whose answers the rest of a small body is read."""
+
+        async def skipping(scope: Scope, receive: Receive, send: Send) -> None:
+            cycle = self.cycle  # the task's own: there is one at a time
+
+            async def send_behind_body(message: Message) -> None:
+                if cycle.more_body and not cycle.response_started:
+                    await _skip_body(cycle)
+                await send(message)
+
+            await app(scope, receive, send_behind_body)
+
+        return skipping
+
+    def _wait(self, limit_s: float) -> None:
+        """For the client to send the rest of a head, or more of a body."""
+        self._deadline = self.loop.call_later(limit_s, self._wait_in_vain)
+
+    def _wait_no_more(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _wait_in_vain(self) -> None:
+        self._deadline = None
+        if self._is_answering and self.cycle.response_started:
+            return  # without what it did not wait for
+        if self._is_answering or self._num_head_bytes:
+            message = "expected the rest of the request, got nothing of it in time"
+            return self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
+        self.transport.close()
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         """Whatever else the client has to say."""
@@ -128,3 +240,15 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
         head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
         self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self.transport.close()
+
+
+async def _skip_body(cycle: RequestResponseCycle) -> None:
+    """Read what is left of a small body; of one that does not end in time, some."""
+    if cycle.waiting_for_100_continue:
+        return  # it isn't sent
+    num_left = MAX_SKIPPED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SKIP_S):
+            while cycle.more_body and not cycle.disconnected and num_left > 0:
+                message: Any = await cycle.receive()
+                num_left -= len(message.get("body", b""))

@@ -21,6 +21,12 @@ def answer_id_of(prefix: str, name: str | None) -> str:
     return prefix + (name or uuid.uuid4().hex)
 
 
+def name_of(answer_id: str) -> str:
+    """The name in an answer's id: the client's, if there was one."""
+    prefix = next((one for one in PREFIXES if answer_id.startswith(one)), "")
+    return answer_id.removeprefix(prefix)
+
+
 def engine_id_of(answer_id: str) -> str:
     """An id for one of its requests to the engine; each time another."""
     return f"{answer_id}#{next(_numbers)}"

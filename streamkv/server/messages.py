@@ -161,3 +161,8 @@ def template_variables(
     if reasoning_effort == "none":
         given["enable_thinking"] = False
     return given | own
+
+
+def wants_reasoning(variables: TemplateKwargs) -> bool:
+    """Whether a client with these template variables leaves it to the model."""
+    return variables.get("enable_thinking") is not False

@@ -25,7 +25,7 @@ from ..protocol import SamplingParams
 from ..sampling import StructuredOutputs
 from .answer import OnDisconnect
 from .bounds import at_most
-from .wire import NotHonoured
+from .wire import Advice, NotHonoured
 
 MAX_LIST_BYTES = 1 << 18  # of what may have thousands of items at most
 
@@ -34,6 +34,9 @@ TokenIds = Annotated[list[TokenId], at_most(MAX_LIST_BYTES)]
 Texts = Annotated[str | list[str], at_most(MAX_LIST_BYTES)]
 Name = Annotated[str, Meta(max_length=256)]
 MAX_SESSION_ID_LEN = 256
+MAX_REQUEST_ID_LEN = 128
+# It stands in paths and headers as it is.
+REQUEST_ID_PATTERN = r"^(?!\.+\Z)[A-Za-z0-9._~:=+@-]+\Z"
 
 # Known sampling and serving options of the OpenAI API and its extensions that are not honoured
 # here, for the endpoints' own tables to build on.
@@ -57,6 +60,16 @@ SAMPLING_NOT_HONOURED: NotHonoured = {
     "vllm_xargs": ({},),
 }
 
+_STRUCTURED = "structured_outputs says what an answer is to match"
+SAMPLING_ADVICE: Advice = {
+    "ebnf": _STRUCTURED,
+    "grammar": _STRUCTURED,
+    "json_schema": _STRUCTURED,
+    "n_predict": "send max_tokens",
+    "regex": _STRUCTURED,
+    "repeat_penalty": "send repetition_penalty",
+}
+
 # Of the fields that chat and completions have: what other endpoints refuse.
 COMPLETIONS_ONLY: NotHonoured = {
     "echo": (False,),
@@ -69,6 +82,17 @@ COMPLETIONS_ONLY: NotHonoured = {
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
 }
+
+
+RequestId = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=MAX_REQUEST_ID_LEN,
+        pattern=REQUEST_ID_PATTERN,
+        extra_json_schema={"description": "letters, digits and any of . _ ~ : = + @ -"},
+    ),
+]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -148,7 +172,7 @@ class GenerationFields(SamplingFields, kw_only=True):
 
     model: Name | None = None  # absent or null: the model served
     stream: bool | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    request_id: RequestId | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Name | None = None
     session_id: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_LEN)] | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 from msgspec import structs
 from starlette.websockets import WebSocket
 
@@ -21,10 +22,15 @@ from .response_items import InputItem
 from .response_object import FunctionCall, ReasoningItem
 from .response_opening import Asked, OpenedResponse, ask, open_response
 from .response_prompt import continue_prompt
+from .response_request import ResponseRequest
 from .response_store import ResponseStore, Shelves
 from .steering import Steer
 from .wire import encode
 from .ws_outlet import SocketWriter
+
+_TOKEN_BYTES = 36  # of an int in a list
+
+_body_decoder = msgspec.json.Decoder(ResponseRequest)
 
 
 def lane_tail(stream_id: str | None) -> bytes:
@@ -43,30 +49,33 @@ class SocketAnswer(Answer):
             policy=policy,
             owner=opened.record.owner,
         )
-        self.opened = opened
-        self.num_held_bytes = opened.record.turn.num_bytes
+        body = opened.asked.body
+        self.record = opened.record
+        has_many = body.use_beam_search or (body.best_of or 1) > 1
+        self.can_be_steered = body.generates and not has_many  # it can end at any time, as it is
+        self.ends_with_connection = body.on_disconnect is None  # where that is closed on purpose
+        self.is_to_be_stored = body.store
+        self._opened: OpenedResponse | None = opened  # until it has ended
+        self._numbers = opened.writer.numbers
         self.stream_id: str | None = None  # of the lane that it is read in
         self.steers: list[Steer] = []  # for its successor
         self.is_claimed = False  # somebody makes a response of them
-        self.token_ids: list[int] = []  # of prompt and output, for its successor; once it has ended
-        self.on_ended(self._keep_tokens)
-
-    @property
-    def can_be_steered(self) -> bool:
-        """Whether it can end at any time, with what it has until then."""
-        body = self.opened.asked.body
-        return body.generates and not (body.use_beam_search or (body.best_of or 1) > 1)
+        # For its successor, once it has ended:
+        self.token_ids: list[int] = []  # of prompt and output
+        self._body = b""  # what it was asked, without the input; JSON is as large as it looks
+        self.on_ended(self._keep)
 
     @property
     def accepts_steers(self) -> bool:
         """Until it has ended, or else until it has a successor."""
-        is_cancelled = self.is_cancelled and not self.opened.writer.is_steered
-        return bool(self.steers) or not (self.is_ended or is_cancelled)
+        return bool(self.steers) or not (
+            self.is_cancelled or self.is_ended or self.record.has_ended
+        )
 
     @property
     def required_calls(self) -> Sequence[FunctionCall]:
         """The calls that the client is to answer before it goes on."""
-        calls = self.opened.record.response.calls
+        calls = self.record.response.calls
         return [call for call in calls if call.status == "completed"]
 
     @property
@@ -82,9 +91,9 @@ class SocketAnswer(Answer):
         """Take this input. The response ends, unless it calls functions: what that asks for comes
         first."""
         self.steers.append(steer)
-        writer = self.opened.writer
-        if not (self.is_ended or writer.has_calls):
-            writer.is_steered = True
+        opened = self._opened
+        if opened is not None and not opened.writer.has_calls:
+            opened.writer.is_steered = True
             self.cancel()
 
     @contextmanager
@@ -96,20 +105,30 @@ class SocketAnswer(Answer):
         finally:
             self.is_claimed = False
 
-    def _keep_tokens(self) -> None:
-        """Who comes after it goes on from them."""
-        if self.steers and self.streams:
+    @property
+    def body(self) -> ResponseRequest:
+        """What it was asked, without the input: for its successor."""
+        return _body_decoder.decode(self._body)
+
+    def _keep(self) -> None:
+        """It has ended: keep what its successor needs, where it will have one, and nothing else."""
+        opened, self._opened = self._opened, None
+        if opened is not None and self.steers and self.streams:
+            self._body = encode(structs.replace(opened.asked.body, input=None))
             (stream,) = self.streams
             (so_far,) = stream.so_far()
             if so_far.token_ids:
                 self.token_ids = [*stream.prompt_token_ids, *so_far.token_ids]
+        num_tokens_bytes = _TOKEN_BYTES * len(self.token_ids)
+        num_bytes = len(self._body) + self.num_steer_bytes + num_tokens_bytes
+        self.num_held_bytes = self.record.final_bytes + num_bytes
 
     def tell(self, make: Callable[[Numbers], Event], writer: SocketWriter) -> None:
         """Send an event of steering, numbered as the others of its response and kept with them."""
-        if not self.is_ended:
-            self.opened.writer.insert(make)
+        if self._opened is not None:
+            self._opened.writer.insert(make)
             return
-        event, is_read = make(self.opened.writer.numbers), self.has_reader
+        event, is_read = make(self._numbers), self.has_reader
         self.add(event)
         if not is_read:
             data, tail = event.data, lane_tail(self.stream_id)
@@ -121,12 +140,9 @@ async def open_successor(
 ) -> OpenedResponse:
     """The response that goes on from one that has ended, with what it was steered by. Raises what
     `ask` and `open_response` do."""
-    before = answer.opened.asked
-    body = structs.replace(
-        before.body, input=None, previous_response_id=answer.answer_id, request_id=None
-    )
-    items = answer.steering_items
-    asked = await ask(websocket, body, shelves, previous=before.turn, before=items)
+    body = structs.replace(answer.body, previous_response_id=answer.answer_id, request_id=None)
+    items, turn = answer.steering_items, answer.record.turn
+    asked = await ask(websocket, body, shelves, previous=turn, before=items)
     prompt = await _continued(answer, asked, num_new=len(items))
     return await open_response(websocket, asked, shelves, store, prompt=prompt)
 
@@ -141,7 +157,7 @@ async def _continued(answer: SocketAnswer, asked: Asked, *, num_new: int) -> lis
         place -= 1
     else:  # nothing of its output was shown
         messages.insert(place, {})
-    output = answer.opened.record.response.output
+    output = answer.record.response.output
     reasoning = asked.plan.reasoning
     is_open = reasoning is not None and bool(output) and isinstance(output[-1], ReasoningItem)
     prompt = await continue_prompt(

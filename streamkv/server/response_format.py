@@ -8,6 +8,8 @@ it is handed on as the JSON that the client sent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -21,6 +23,7 @@ from .wire import decode_body, renaming_fields
 T = TypeVar("T")
 
 NULL = msgspec.Raw(b"null")  # what a field is that may be anything and isn't there
+_ANY_OBJECT = msgspec.Raw(b'{"type":"object"}')
 MAX_STRUCTURE_BYTES = 1 << 20  # of one field's JSON
 _WITH_JSON = ("json", "json_object", "structural_tag")
 
@@ -50,7 +53,7 @@ class _ResponseFormat(msgspec.Struct):
     schema: msgspec.Raw = NULL  # llama.cpp's, beside json_object or in json_schema's place
 
 
-class _StructuredOutputs(msgspec.Struct):
+class _StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's, and `lark`, a grammar as llguidance reads it."""
 
     json: msgspec.Raw = NULL
@@ -107,11 +110,13 @@ class StructureFields(GenerationFields, kw_only=True):
             ("guided_grammar", "grammar", self.guided_grammar),
             ("guided_json_object", "json_object", self.guided_json_object or None),
         ]
+        pattern = "whitespace_pattern"
         return [
             (
                 field,
                 _structured(
-                    field, {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
+                    {kind: value, pattern: self.guided_whitespace_pattern},
+                    {kind: field, pattern: f"guided_{pattern}"},
                 ),
             )
             for field, kind, value in given
@@ -144,20 +149,23 @@ def _of_response_format(raw: msgspec.Raw) -> StructuredOutputs | None:
             return None
         case "json_object":
             _expect_alone(given, "json_schema")
-            schema = _json_value(given.schema)
-            return _structured(name, {"json_object": True} if schema is None else {"json": schema})
+            if given.schema == NULL:
+                return _structured({"json_object": True})
+            return _of_schema(given.schema, f"{name}.schema")
         case "json_schema" if given.json_schema is not None:
             _expect_alone(given, "schema")
-            schema = _json_value(given.json_schema.schema)
-            return _structured(name, {"json": '{"type":"object"}' if schema is None else schema})
+            schema = given.json_schema.schema
+            return _of_schema(
+                _ANY_OBJECT if schema == NULL else schema, f"{name}.json_schema.schema"
+            )
         case "json_schema" if given.schema != NULL:
-            return _structured(name, {"json": _json_value(given.schema)})
+            return _of_schema(given.schema, f"{name}.schema")
         case "json_schema":
             raise InvalidRequestError(
                 f"{name}.json_schema: required field is missing", param=f"{name}.json_schema"
             )
         case "structural_tag":
-            return _structured(name, {"structural_tag": _json_value(raw)})
+            return _structured({"structural_tag": _json_value(raw)}, {"structural_tag": name})
     raise InvalidRequestError(
         f"{name}.type: expected text, json_object, json_schema or structural_tag, got "
         f"{given.type!r:.100}",
@@ -184,19 +192,26 @@ def _of_structured_outputs(raw: msgspec.Raw) -> StructuredOutputs | None:
     fields = msgspec.structs.asdict(given)
     del fields["disable_fallback"]
     fields |= {name: _json_value(fields[name]) for name in ("json", "structural_tag")}
-    return _structured("structured_outputs", fields)
+    return _structured(fields)
 
 
-def _structured(field: str, fields: dict[str, Any]) -> StructuredOutputs:
-    """Of the engine's fields; its errors name the client's."""
+def _of_schema(schema: msgspec.Raw, field: str) -> StructuredOutputs:
+    return _structured({"json": _json_value(schema)}, {"json": field})
+
+
+def _structured(
+    fields: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})
+) -> StructuredOutputs:
+    """Of the engine's fields. Its errors name the client's, which are called so by `names`."""
     given = {name: value for name, value in fields.items() if value is not None}
-    if "whitespace_pattern" in given and given.keys().isdisjoint(_WITH_JSON):
-        raise InvalidRequestError(
-            f"{field}: expected JSON or a schema where a whitespace_pattern is given, got another "
-            "kind, which that says nothing of; leave the pattern out",
-            param=field,
-        )
-    with renaming_fields({"structured_outputs": field}):
+    with renaming_fields({f"structured_outputs.{name}": field for name, field in names.items()}):
+        if "whitespace_pattern" in given and given.keys().isdisjoint(_WITH_JSON):
+            param = "structured_outputs.whitespace_pattern"
+            raise InvalidRequestError(
+                f"{param}: expected none without JSON or a schema, since it says what may stand "
+                "between the parts of JSON; leave it out",
+                param=param,
+            )
         return StructuredOutputs(**given)
 
 

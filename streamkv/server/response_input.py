@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 from ..errors import InvalidRequestError
+from .bounds import few
 from .response_items import InputItem, Item, check_item
 from .response_object import owner_of_item
 from .response_store import Shelves, Turn
 
-MANY_ITEMS = 256  # looking at more would hold up the loop
+MANY_ITEMS = 256  # and parts of items; looking at more would hold up the loop
+_CHARS_OF_A_PART = 1024
 MAX_REFERENCES = 256
+MAX_OBJECTS = 1 << 16  # in the JSON of a long list of items: items, parts, and braces in texts
+
+Input: TypeAlias = Annotated[str | list[InputItem], few(MAX_OBJECTS)]
 
 T = TypeVar("T")
 
 
-async def off_loop(num_items: int, work: Callable[[], T]) -> T:
+async def off_loop(num: int, work: Callable[[], T]) -> T:
     """Do it, in a thread if there is much."""
-    return await asyncio.to_thread(work) if num_items > MANY_ITEMS else work()
+    return await asyncio.to_thread(work) if num > MANY_ITEMS else work()
 
 
 async def read_turn(
@@ -35,8 +40,8 @@ async def read_turn(
 ) -> Turn:
     """The turn with `before`, which was checked, and the items of `input`. InvalidRequestError
     names the item at fault."""
-    num_items = len(given)
-    references = await off_loop(num_items, lambda: _check(given))
+    num = _size(given)
+    references = await off_loop(num, lambda: _check(given))
     if len(references) > MAX_REFERENCES:
         raise InvalidRequestError(
             f"input: expected at most {MAX_REFERENCES} references to items, got {len(references)}; "
@@ -48,7 +53,18 @@ async def read_turn(
         library = _Library(shelves, previous)
         for index in references:
             items[len(before) + index] = await library.find(given[index].id or "", index)
-    return await off_loop(len(items), lambda: Turn(response_id, items, previous))
+    return await off_loop(num + len(before), lambda: Turn(response_id, items, previous))
+
+
+def _size(items: Sequence[InputItem]) -> int:
+    """Items, and parts where they aren't too many anyway. Long texts count as many."""
+    if len(items) > MANY_ITEMS:
+        return len(items)
+    return len(items) + sum(
+        len(value) if isinstance(value, list) else len(value or "") // _CHARS_OF_A_PART
+        for item in items
+        for value in (item.content, item.output, item.summary, item.arguments)
+    )
 
 
 def _check(given: Sequence[InputItem]) -> list[int]:

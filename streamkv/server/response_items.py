@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from sys import getsizeof
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ..errors import InvalidRequestError
+from .request_fields import Name
 from .response_object import (
     CALL,
     CALL_OUTPUT,
@@ -37,6 +38,7 @@ from .response_object import (
 TemplateMessage = dict[str, Any]
 """One message as chat templates read it (see `text.chat_messages`)."""
 
+MAX_ARGUMENTS_LEN = 1 << 18  # of a call: they are read as JSON
 _INPUT_TEXT = ("input_text", "output_text", "text")
 _OVERHEAD_BYTES = 256  # of an item's Python objects
 _PART_BYTES = 120
@@ -45,7 +47,7 @@ _PART_BYTES = 120
 class ContentPart(Struct, frozen=True):
     """Of a message, a function's output, or reasoning."""
 
-    type: str
+    type: Name
     text: str | None = None
     refusal: str | None = None
 
@@ -53,14 +55,14 @@ class ContentPart(Struct, frozen=True):
 class InputItem(Struct, frozen=True, kw_only=True):
     """An item as clients send it. `type` may be missing of a message, and of a reference."""
 
-    type: str | None = None
-    id: str | None = None
-    status: str | None = None
+    type: Name | None = None
+    id: Name | None = None
+    status: Name | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[ContentPart] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: Annotated[str, Meta(max_length=MAX_ARGUMENTS_LEN)] | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
 
@@ -85,7 +87,7 @@ def check_item(item: InputItem, param: str) -> None:
             if _object(item.arguments or "") is None:
                 raise InvalidRequestError(
                     f"{param}.arguments: expected a JSON object in a string, got "
-                    f"{item.arguments!r:.100}",
+                    f"{(item.arguments or '')[:100]!r}",
                     param=f"{param}.arguments",
                 )
         case "function_call_output":

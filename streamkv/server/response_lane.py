@@ -1,9 +1,10 @@
 """One lane of a WebSocket: what waits in it, and what is served there now.
 
-Owns the order within the lane, and what is said to a lane whose response hasn't begun. Knows
-nothing of how a message is served. Invariants: what is asked of a lane is answered in the order
-asked, a refusal too; however much is refused, it takes the place of one message at most between two
-that wait.
+Owns the order within the lane, and what is said to a lane whose response hasn't begun: the id that
+its client chose is known, so that what comes right behind a request means its response, however
+far that is. Knows nothing of how a message is served. Invariants: what is asked of a lane is
+answered in the order asked, a refusal too; however much is refused, it takes the place of one
+message at most between two that wait.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ import asyncio
 from collections import deque
 from typing import NamedTuple
 
+import msgspec
+
 from ..errors import InvalidRequestError, OverloadedError
 from .answer import Answer
+from .ids import RESPONSE, answer_id_of
+from .request_fields import RequestId
+from .steering import SteerCommand
 from .ws_outlet import LaneOutlet
 
 
@@ -22,6 +28,21 @@ class Create(NamedTuple):
 
     data: str
     num_bytes: int
+    response_id: str | None  # where its client chose it
+
+
+_MAX_ID_BYTES = 1024  # as JSON, each character an escape
+_id_decoder = msgspec.json.Decoder(RequestId)
+
+
+def requested_id(request_id: msgspec.Raw) -> str | None:
+    """The id of a response that is asked for under that name; None if it isn't one."""
+    if len(request_id) > _MAX_ID_BYTES:
+        return None
+    try:
+        return answer_id_of(RESPONSE, _id_decoder.decode(request_id))
+    except (msgspec.DecodeError, UnicodeError):
+        return None
 
 
 class Resume(NamedTuple):
@@ -63,6 +84,7 @@ class Lane:
         self.is_cancelled = False  # what is being served, whatever of it runs
         self.task: asyncio.Task[None] | None = None
         self._num_granted = 0  # before it ran
+        self.steers: list[SteerCommand] = []  # for it, before it ran
 
     @property
     def response_id(self) -> str | None:
@@ -70,7 +92,7 @@ class Lane:
         if self.running is not None:
             return self.running.answer.answer_id
         first = self.queue[0] if self.queue else None
-        return first.response_id if isinstance(first, Resume) else None
+        return None if first is None or isinstance(first, Refusal) else first.response_id
 
     def refuse(self, error: OverloadedError) -> None:
         """Answer with an error in the turn of a message that can't wait here."""

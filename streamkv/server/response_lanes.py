@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -29,11 +29,12 @@ from .answers import answers_of
 from .ids import RESPONSE
 from .response_answer import SocketAnswer, lane_tail, open_successor
 from .response_items import InputItem
-from .response_lane import Create, Lane, Message, Refusal, Resume, Running
+from .response_lane import Create, Lane, Message, Refusal, Resume
 from .response_opening import OpenedResponse, ask, open_response
-from .response_request import SOCKET_NOT_HONOURED, ResponseRequest
+from .response_request import SOCKET_ADVICE, SOCKET_NOT_HONOURED, ResponseRequest
 from .response_steers import Steers
 from .response_store import ResponseStore, response_not_found, shelves_of, store_of
+from .steering import MAX_PENDING_STEERS, SteerCommand, read_command
 from .streams import policy_of
 from .wire import ErrorDetail, decode_body, encode, error_body, renaming_fields, status_of
 from .ws_outlet import LaneOutlet, SocketWriter
@@ -69,12 +70,8 @@ class Lanes:
         self._shelves = shelves_of(websocket, self._history)
         self._lanes: dict[str | None, Lane] = {}
         self._is_over = False
-        self._steers = Steers(
-            writer,
-            self._shelves,
-            self._max_pending_bytes,
-            lambda: [running.answer for running in self._all_running()],
-        )
+        limit = self._max_pending_bytes
+        self._steers = Steers(writer, self._shelves, limit, self._find_response)
 
     # --- what the client asks for ------------------------------------------------------------
 
@@ -124,9 +121,30 @@ class Lanes:
         )
 
     def steer(self, data: str) -> None:
-        """`response.steer`: an event answers it in any case. InvalidRequestError where there is
-        no input to give back."""
-        self._steers.take(data)
+        """`response.steer`: an event answers it in any case, once it is known what becomes of its
+        response. InvalidRequestError for what is no input."""
+        command = read_command(data)
+        lanes = list(self._lanes.values())
+        found = [one for one in lanes if one.response_id == command.previous_response_id]
+        if not found or any(one.running is not None for one in found):
+            return self._steer(command)
+        num_bytes = self._num_pending_bytes + len(command.input)
+        if len(found[0].steers) >= MAX_PENDING_STEERS or num_bytes > self._max_pending_bytes:
+            return self._steers.refuse_one_too_many(command)
+        self._num_pending_bytes = num_bytes
+        found[0].steers.append(command)
+
+    def _steer(self, command: SteerCommand) -> None:
+        lanes = self._lanes.values()
+        running = [lane.running.answer for lane in lanes if lane.running is not None]
+        self._steers.take(command, running)
+
+    def _steer_what_waited(self, lane: Lane) -> None:
+        """What is served there runs now, or won't."""
+        steers, lane.steers = lane.steers, []
+        for command in steers:
+            self._num_pending_bytes -= len(command.input)
+            self._steer(command)
 
     def cancel(self, response_id: str | None, stream_id: str | None) -> None:
         """End the running response of that id, or else of that lane. NotFoundError."""
@@ -151,9 +169,6 @@ class Lanes:
             )
         return lane
 
-    def _all_running(self) -> Iterator[Running]:
-        return (lane.running for lane in self._lanes.values() if lane.running is not None)
-
     # --- the connection ----------------------------------------------------------------------
 
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -174,9 +189,10 @@ class Lanes:
             running.outlet.detach()
             answer = running.answer
             if code in ON_PURPOSE and isinstance(answer, SocketAnswer):
-                if answer.opened.asked.body.on_disconnect is None:
+                if answer.ends_with_connection:
                     answer.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._history.clear()  # records that others hold know it
 
     def send_error(self, error: Exception, stream_id: str | None) -> None:
         """Tell of it; what nobody foresaw goes to the log."""
@@ -196,6 +212,8 @@ class Lanes:
             while lane.queue and not self._is_over:
                 await self._serve(lane, lane.queue[0])
                 self._num_pending_bytes -= lane.next().num_bytes
+                self._steer_what_waited(lane)
+                await asyncio.sleep(0)  # there may be many that are refused
         except WebSocketDisconnect:
             pass  # the reader sees it too, and ends the connection
         finally:
@@ -224,7 +242,9 @@ class Lanes:
             await asyncio.sleep(0)  # there may be many
 
     async def _create(self, lane: Lane, message: Create) -> SocketAnswer | None:
-        body = decode_body(message.data, _create_decoder, not_honoured=SOCKET_NOT_HONOURED)
+        body = decode_body(
+            message.data, _create_decoder, not_honoured=SOCKET_NOT_HONOURED, advice=SOCKET_ADVICE
+        )
         waiting = self._steers.waiting_for(body.previous_response_id, lane.stream_id)
         if waiting is None:
             return await self._read(lane, await self._open(lane, body))
@@ -238,7 +258,8 @@ class Lanes:
         self, lane: Lane, body: ResponseRequest, before: Sequence[InputItem] = ()
     ) -> SocketAnswer:
         asked = await ask(self._websocket, body, self._shelves, before=before)
-        store = self._store_for(body.store)
+        shared = store_of(self._websocket)
+        store = shared if shared.takes(asked.turn, body.store) else self._history
         opened = await open_response(self._websocket, asked, self._shelves, store)
         return await self._begin(lane, opened, body.credits)
 
@@ -291,13 +312,17 @@ class Lanes:
             lane.run(answer, outlet)
         except InvalidRequestError as error:
             self.send_error(error, lane.stream_id)
+        self._steer_what_waited(lane)
         return outlet
 
     async def _read(self, lane: Lane, answer: Answer) -> SocketAnswer | None:
-        """Until its events have been written; None if nothing can follow it here."""
+        """Until its events have been written; None if nothing can follow it here. Raises why the
+        rest of them is not for this lane, if somebody else reads it now."""
         assert lane.running is not None, "nothing runs in the lane"
         outlet = lane.running.outlet
         await outlet.done.wait()
+        if outlet.error is not None:
+            raise outlet.error
         return answer if outlet.has_read_all and isinstance(answer, SocketAnswer) else None
 
     async def _resume(self, lane: Lane, message: Resume) -> SocketAnswer | None:
@@ -306,7 +331,7 @@ class Lanes:
             self._enter(lane, answer, message.after, message.credits)
         self._answers.num_resumed += 1
         if isinstance(answer, SocketAnswer):
-            record = answer.opened.record
+            record = answer.record
             if record.store not in (self._history, store_of(self._websocket)):
                 record.move(self._history)
         return await self._read(lane, answer)
@@ -316,14 +341,12 @@ class Lanes:
         if not response_id.startswith(RESPONSE):
             raise response_not_found(response_id)
         try:
-            answer = self._answers.find_answer(self._websocket, response_id)
+            answer = self._answers.find_answer(self._websocket, response_id, exact=True)
         except NotFoundError as error:
             if error.code == "request_not_found":
                 raise response_not_found(response_id) from None
             error.param = "response_id"
             raise
-        if answer.answer_id != response_id:
-            raise response_not_found(response_id)
         return answer
 
     # --- steering ----------------------------------------------------------------------------
@@ -351,7 +374,7 @@ class Lanes:
 
     async def _open_successor(self, answer: SocketAnswer) -> tuple[OpenedResponse, int]:
         """With all inputs that have come until it is made, and the number of them."""
-        store = self._store_for(answer.opened.asked.body.store)
+        store = self._store_for(answer.is_to_be_stored)
         while True:
             num = len(answer.steers)
             opened = await open_successor(self._websocket, self._shelves, store, answer)

@@ -11,8 +11,8 @@ whose it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
@@ -175,8 +175,8 @@ class Response(Struct, frozen=True, kw_only=True):
     store: bool = False
     temperature: float
     text: TextConfig = TextConfig()
-    tool_choice: Any = "auto"  # as the client wrote it
-    tools: Sequence[Any] = ()  # as the client wrote them
+    tool_choice: Raw = Raw(b'"auto"')  # as the client wrote it: small, and as large as it looks
+    tools: Raw = Raw(b"[]")  # as the client wrote them
     top_logprobs: int = 0
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"

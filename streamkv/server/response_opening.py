@@ -24,6 +24,7 @@ from .answer import Source
 from .answer_format import AnswerPlan, plan_answer
 from .deltas import cut
 from .ids import engine_id_of
+from .messages import wants_reasoning
 from .metrics import metrics_of, observed
 from .request_fields import limit_tokens
 from .response_input import read_turn
@@ -49,6 +50,7 @@ class Asked:
         tools = read_tools(body.tools)
         choice = read_tool_choice(body.tool_choice, tools)
         structure = body.answer_structure()
+        variables = body.template_variables()
         self.plan: AnswerPlan = plan_answer(
             engine.tokenizer,
             tools=tools,
@@ -57,8 +59,9 @@ class Asked:
             allowed=choice.allowed,
             parallel=body.parallel_tool_calls is not False,
             structured=None if structure is None else structure.outputs,
+            thinks=wants_reasoning(variables),
         )
-        self.template = Template(self.plan.template_tools, body.template_variables())
+        self.template = Template(self.plan.template_tools, variables)
 
     async def messages(self) -> list[TemplateMessage]:
         """The conversation as a template reads it, without the instructions. Of one that may be cut

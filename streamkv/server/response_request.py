@@ -19,15 +19,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from ..errors import InvalidRequestError
 from ..protocol import MAX_LOGPROBS, SamplingParams
+from .answer_format import tool_field_names
 from .bounds import at_most
 from .messages import ReasoningEffort, TemplateKwargs, template_variables
-from .request_fields import COMPLETIONS_ONLY, MAX_LIST_BYTES, SAMPLING_NOT_HONOURED
+from .request_fields import (
+    COMPLETIONS_ONLY,
+    MAX_LIST_BYTES,
+    SAMPLING_ADVICE,
+    SAMPLING_NOT_HONOURED,
+    Name,
+)
 from .response_format import MAX_STRUCTURE_BYTES, Structure, StructureFields
-from .response_items import InputItem
+from .response_input import Input
 from .response_object import CacheRetention, ReasoningConfig, Response
 from .response_tools import (
     TextFields,
@@ -36,7 +43,7 @@ from .response_tools import (
     read_format,
     text_config,
 )
-from .wire import NotHonoured, renaming_fields
+from .wire import Advice, NotHonoured, encode, renaming_fields
 
 MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 Label: TypeAlias = Annotated[str, Meta(max_length=4096)]
@@ -60,6 +67,8 @@ _NOT_HONOURED: NotHonoured = {
     "conversation": (),
     "documents": ([],),
     "enable_response_messages": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
     "image": (),
     "logprobs": (False,),  # Chat Completions' names; here: include, text.format, ...
     "max_completion_tokens": (),
@@ -75,12 +84,36 @@ _NOT_HONOURED: NotHonoured = {
     "response_format": (),
     "return_token_ids": (False,),
 }
+_ADVICE: Advice = {
+    **SAMPLING_ADVICE,
+    "conversation": "send previous_response_id",
+    "function_call": "send tools and tool_choice",
+    "functions": "send tools and tool_choice",
+    "logprobs": 'send include: ["message.output_text.logprobs"], or top_logprobs',
+    "max_completion_tokens": "send max_output_tokens",
+    "max_tokens": "send max_output_tokens",
+    "messages": "send input",
+    "n_predict": "send max_output_tokens",
+    "reasoning_effort": "send reasoning.effort",
+    "response_format": "send text.format",
+}
 HTTP_NOT_HONOURED: NotHonoured = {**_NOT_HONOURED, "credits": (), "stream_id": ()}
 SOCKET_NOT_HONOURED: NotHonoured = {  # it always streams, to somebody
     **_NOT_HONOURED,
     "background": (False,),
     "background_options": (),
     "stream": (True,),
+}
+HTTP_ADVICE: Advice = {
+    **_ADVICE,
+    "credits": "send it over the WebSocket",
+    "stream_id": "send it over the WebSocket",
+}
+SOCKET_ADVICE: Advice = {
+    **_ADVICE,
+    "background": "send it to POST /v1/responses",
+    "background_options": "send them to POST /v1/responses",
+    "stream": "leave it out: here all responses stream",
 }
 
 Includable: TypeAlias = Literal[
@@ -123,12 +156,12 @@ class PromptCacheOptions(Struct, frozen=True):
 class ResponseRequest(StructureFields, kw_only=True):
     """What a client asks for. `check` refuses what can't be honoured."""
 
-    input: str | list[InputItem] | None = None
+    input: Input | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[Includable] | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Name | None = None
     metadata: Metadata | None = None
     text: Annotated[TextFields, at_most(MAX_STRUCTURE_BYTES)] | None = None
     reasoning: ReasoningFields | None = None
@@ -202,8 +235,11 @@ class ResponseRequest(StructureFields, kw_only=True):
             "messages": "input",
             "prompt": "input",
             "max_tokens": "max_output_tokens",
-            "structured_outputs": "tools" if structure is None else structure.field,
         }
+        if structure is None:
+            names |= tool_field_names(self.tools or ())
+        else:
+            names["structured_outputs"] = structure.field
         try:
             with renaming_fields(names):
                 yield
@@ -249,8 +285,8 @@ class ResponseRequest(StructureFields, kw_only=True):
             store=is_stored,
             temperature=sampling.temperature,
             text=text_config(self.text),
-            tool_choice=self.tool_choice or "auto",
-            tools=self.tools or (),
+            tool_choice=Raw(encode(self.tool_choice or "auto")),
+            tools=Raw(encode(self.tools or ())),
             top_logprobs=self.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=self.truncation or "disabled",

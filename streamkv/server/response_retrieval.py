@@ -27,7 +27,7 @@ from .response_items import ItemBody, item_body
 from .response_object import Response
 from .response_opening import ask
 from .response_replay import replay
-from .response_request import HTTP_NOT_HONOURED, ResponseRequest
+from .response_request import HTTP_ADVICE, HTTP_NOT_HONOURED, ResponseRequest
 from .response_store import Record, shelves_of, store_of
 from .sse import event_number, frame, last_event_id, resume_answer
 from .wire import json_response, read_body, renaming_fields
@@ -92,7 +92,7 @@ async def get_response(request: Request) -> ASGIApp:
 
 def _answer_with_log(request: Request, record: Record) -> Answer | None:
     try:
-        return answers_of(request).find_answer(request, record.id)
+        return answers_of(request).find_answer(request, record.id, exact=True)
     except NotFoundError:
         return None
 
@@ -124,7 +124,7 @@ async def cancel_response(request: Request) -> ASGIApp:
 
 async def _cancel(request: Request, record: Record) -> None:
     """End it, and wait for that, unless somebody takes too long to read it."""
-    running = answers_of(request).find(request, record.id)
+    running = answers_of(request).find(request, record.id, exact=True)
     if not isinstance(running, Generation):
         return
     ended = asyncio.Event()
@@ -180,7 +180,7 @@ def _place(ids: list[str], query: QueryParams, name: str) -> int:
 
 async def count_input_tokens(request: Request) -> ASGIApp:
     """How many tokens a response of the same input would read."""
-    body = await read_body(request, _decoder, not_honoured=HTTP_NOT_HONOURED)
+    body = await read_body(request, _decoder, not_honoured=HTTP_NOT_HONOURED, advice=HTTP_ADVICE)
     asked = await ask(request, body, shelves_of(request))
     with body.own_field_names():
         prompt = await asked.prompt()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from ..errors import InvalidRequestError
+from ..errors import GoneError, InvalidRequestError, NotFoundError
 from .answer import Answer
 from .response_answer import SocketAnswer
 from .response_events import Numbers
@@ -24,8 +24,6 @@ from .steering import (
     failed_event,
     new_steer,
     pending_event,
-    read_command,
-    read_items,
 )
 from .wire import error_body
 from .ws_outlet import SocketWriter
@@ -41,31 +39,28 @@ class Steers:
         writer: SocketWriter,
         shelves: Shelves,
         max_bytes: int,
-        running: Callable[[], Sequence[Answer]],
+        find: Callable[[str], Answer],
     ) -> None:
-        """`running`: the answers that the connection reads now."""
+        """`find`: any answer that is kept; NotFoundError, GoneError."""
         self._writer = writer
+        self._find = find
         self._shelves = shelves
         self._max_bytes = max_bytes
-        self._running = running
         self._waiting: dict[str, SocketAnswer] = {}
 
     # --- what comes in -----------------------------------------------------------------------
 
-    def take(self, data: str) -> None:
-        """`response.steer`: an event answers it in any case. InvalidRequestError where there is
-        no input to give back."""
-        command = read_command(data)
+    def take(self, command: SteerCommand, running: Sequence[Answer]) -> None:
+        """An event answers it in any case. `running`: the answers that the connection reads now."""
         wanted = command.previous_response_id
-        answer = next((one for one in self._running() if one.answer_id == wanted), None)
+        answer = next((one for one in running if one.answer_id == wanted), None)
         try:
             target = self._check(answer, wanted)
-            items = read_items(data, command)
-            self._check_room(target, command)
+            self._check_room(target, command, running)
         except SteerError as error:
             self._refuse(answer, command, error)
             return
-        steer = new_steer(command, items)
+        steer = new_steer(command)
         target.tell(functools.partial(accepted_event, steer), self._writer)
         target.steer(steer)
 
@@ -95,33 +90,51 @@ class Steers:
             f"previous_response_id: {wanted!r:.300} has ended; send response.create",
         )
 
-    def _check_room(self, answer: SocketAnswer, command: SteerCommand) -> None:
-        holders = [one for one in self._running() if isinstance(one, SocketAnswer)]
+    def _check_room(
+        self, answer: SocketAnswer, command: SteerCommand, running: Sequence[Answer]
+    ) -> None:
+        holders = [one for one in running if isinstance(one, SocketAnswer)]
         num_bytes = sum(one.num_steer_bytes for one in (*holders, *self._waiting.values()))
         if (
             len(answer.steers) >= MAX_PENDING_STEERS
             or num_bytes + len(command.input) > self._max_bytes
         ):
-            raise SteerError(
-                "too_many_pending_steers",
-                f"expected at most {MAX_PENDING_STEERS} inputs that wait for a response, and "
-                f"{self._max_bytes} bytes of them on a connection; wait for the successor's "
-                "response.created",
-            )
+            raise self._too_many()
+
+    def refuse_one_too_many(self, command: SteerCommand) -> None:
+        """Of those that wait for a response to run."""
+        self._refuse(None, command, self._too_many())
+
+    def _too_many(self) -> SteerError:
+        return SteerError(
+            "too_many_pending_steers",
+            f"expected at most {MAX_PENDING_STEERS} inputs that wait for a response, and "
+            f"{self._max_bytes} bytes of them on a connection; wait for the successor's "
+            "response.created",
+        )
 
     def _refuse(self, answer: Answer | None, command: SteerCommand, error: SteerError) -> None:
-        """Give an input back that was not accepted."""
+        """Give an input back that was not accepted, as an event of its response where that is this
+        connection's to write: it reads it, or it has ended and nobody does."""
+        answer = answer or self._kept(command.previous_response_id)
         if isinstance(answer, SocketAnswer):
             answer.tell(functools.partial(failed_event, command, error), self._writer)
         else:
             self._writer.write(failed_event(command, error, Numbers()).data)
+
+    def _kept(self, response_id: str) -> Answer | None:
+        try:
+            answer = self._find(response_id)
+        except (GoneError, NotFoundError):
+            return None
+        return answer if answer.is_ended and not answer.has_reader else None
 
     # --- what comes of it --------------------------------------------------------------------
 
     def are_due(self, answer: SocketAnswer) -> bool:
         """Whether a response that has ended has a successor now. If not, its inputs wait for what
         it asks for, or go back."""
-        response = answer.opened.record.response
+        response = answer.record.response
         if response.status in ("failed", "cancelled"):
             self.give_up(answer, InvalidRequestError(f"the response was {response.status}"))
             return False

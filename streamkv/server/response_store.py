@@ -116,6 +116,12 @@ class Record:
         if self.store is not None:
             self.store.end(self)
 
+    @property
+    def final_bytes(self) -> int:
+        """About what it takes in memory, once it has ended."""
+        rest = structs.replace(self.response, output=())  # which is its turn's
+        return self.turn.num_bytes + len(encode(rest)) + _OVERHEAD_BYTES
+
     def move(self, store: ResponseStore) -> None:
         """Keep it there instead."""
         if self.store is not None:
@@ -147,6 +153,24 @@ class ResponseStore:
         """Whether anything is kept."""
         return self._max_bytes > 0
 
+    def takes(self, turn: Turn, wanted: bool | None, *, background: bool = False) -> bool:
+        """Whether a response to it is kept, if it is `wanted` or nothing is said of that.
+        InvalidRequestError if it must be, and is too large whatever else is here."""
+        if not self.is_on or wanted is False:
+            return False
+        num_bytes = turn.num_bytes + _OVERHEAD_BYTES
+        if num_bytes <= self._max_bytes:
+            return True
+        if wanted or background:
+            field = "background" if background else "store"
+            raise InvalidRequestError(
+                f"{field}: expected a conversation of at most {self._max_bytes} bytes, all that is "
+                f"kept here (--response-store-mib), got {num_bytes}; send less, or leave {field} "
+                "out, and the response is not kept",
+                param=field,
+            )
+        return False
+
     def begin(self, record: Record) -> None:
         """It can be found from now on. InvalidRequestError if its id is that of one that runs,
         OverloadedError if too much runs in the background."""
@@ -174,8 +198,7 @@ class ResponseStore:
         if self._running.get(key) is not record:
             return  # it was removed
         self.remove(*key)
-        rest = structs.replace(record.response, output=())  # which is its turn's
-        record.num_bytes = record.turn.num_bytes + len(encode(rest)) + _OVERHEAD_BYTES
+        record.num_bytes = record.final_bytes
         record.expires_s = asyncio.get_running_loop().time() + self._ttl_s
         self._ended[key] = record
         self._num_bytes += record.num_bytes
@@ -199,6 +222,12 @@ class ResponseStore:
         ended = self._ended.pop(key, None)
         if ended is not None:
             self._num_bytes -= ended.num_bytes
+
+    def clear(self) -> None:
+        """Nothing is found any more. What runs goes on, and is not kept."""
+        self._running.clear()
+        self._ended.clear()
+        self._num_running_bytes = self._num_bytes = 0
 
     def _forget_running(self, key: tuple[bytes, str]) -> None:
         self._num_running_bytes -= self._running.pop(key).num_bytes

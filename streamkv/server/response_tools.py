@@ -145,7 +145,7 @@ def read_format(text: TextFields | None) -> Structure | None:
         raise InvalidRequestError(
             f"{field}.schema: required field is missing", param=f"{field}.schema"
         )
-    with renaming_fields({"structured_outputs": field}):
+    with renaming_fields({"structured_outputs.json": f"{field}.schema"}):
         return Structure(StructuredOutputs(json=given.schema), field)
 
 

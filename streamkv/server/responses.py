@@ -16,12 +16,13 @@ from starlette.types import ASGIApp
 from ..errors import InvalidRequestError
 from .answer import OnDisconnect, Policy
 from .answers import answers_of
+from .ids import RESPONSE
 from .response_object import response_id_of
 from .response_opening import OpenedResponse, ask, open_response
-from .response_request import HTTP_NOT_HONOURED, ResponseRequest
-from .response_store import response_not_found, shelves_of, store_of
-from .sse import collect_answer, last_event_id, resume_answer, stream_answer
-from .streams import policy_of
+from .response_request import HTTP_ADVICE, HTTP_NOT_HONOURED, ResponseRequest
+from .response_store import shelves_of, store_of
+from .sse import REQUEST_ID, collect_answer, last_event_id, resume_answer, stream_answer
+from .streams import policy_of, request_name
 from .wire import json_response, read_body
 
 IN_BACKGROUND = Policy(True, OnDisconnect.CONTINUE, math.inf)
@@ -30,18 +31,18 @@ _decoder = msgspec.json.Decoder(ResponseRequest)
 
 
 async def create_response(request: Request) -> ASGIApp:
-    body = await read_body(request, _decoder, not_honoured=HTTP_NOT_HONOURED)
+    body = await read_body(request, _decoder, not_honoured=HTTP_NOT_HONOURED, advice=HTTP_ADVICE)
     _check(request, body)
+    streams = bool(body.stream)
+    body.request_id = request_name(request, RESPONSE, body.request_id, streams=streams)
     after = last_event_id(request)
     if after is not None:  # the same request again, to go on with what came of it
         response_id = response_id_of(body.request_id)
-        answer = answers_of(request).find_answer(request, response_id)
-        if answer.answer_id != response_id:  # another endpoint's, of a like name
-            raise response_not_found(response_id)
+        answer = answers_of(request).find_answer(request, response_id, exact=True)
         return resume_answer(answer, request, after)
     shelves, store = shelves_of(request), store_of(request)
     asked = await ask(request, body, shelves)
-    is_stored = store.is_on and body.store is not False
+    is_stored = store.takes(asked.turn, body.store, background=bool(body.background))
     opened = await open_response(request, asked, shelves, store if is_stored else None)
     try:
         return await _answer(request, opened)
@@ -89,19 +90,16 @@ def _check_background(request: Request, body: ResponseRequest) -> None:
 async def _answer(request: Request, opened: OpenedResponse) -> ASGIApp:
     """Let it begin, and answer with it."""
     body, writer, response_id = opened.asked.body, opened.writer, opened.record.id
-    if body.background:
+    if body.background and not body.stream:
         answer = answers_of(request).new(request, response_id, writer, IN_BACKGROUND)
         await answer.start([opened.source])
-        if body.stream:
-            return resume_answer(answer, request, -1)
-        return json_response(opened.record.response)
+        return json_response(opened.record.response, headers={REQUEST_ID: response_id})
     options = body.stream_options
-    policy = policy_of(
-        request,
-        body.on_disconnect,
-        None if options is None else options.resumable,
-        streams=bool(body.stream),
-    )
+    policy = IN_BACKGROUND
+    if not body.background:
+        resumable = None if options is None else options.resumable
+        streams = bool(body.stream)
+        policy = policy_of(request, body.on_disconnect, resumable, streams=streams)
     if body.stream:
         return await stream_answer(request, response_id, [opened.source], writer, policy=policy)
     return await collect_answer(

@@ -30,19 +30,19 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..errors import InvalidRequestError
 from .auth import accepted_subprotocol
 from .request_fields import Name
-from .response_lane import Create, Resume
+from .response_lane import Create, Resume, requested_id
 from .response_lanes import Lanes
 from .wire import decode_body, engine_of, server_config
 from .ws_outlet import SocketWriter
+from .ws_protocol import MESSAGE_TOO_BIG
 
-MESSAGE_TOO_BIG = 1009  # RFC 6455, section 7.4.1
 SERVICE_RESTART = 1012  # from IANA's registry; reconnecting makes sense
 LOST = 1006
 
@@ -52,14 +52,15 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 class ClientEvent(Struct, frozen=True, kw_only=True):
     """What all client events share: enough to know whose they are."""
 
-    type: str
+    type: Name
     stream_id: Name | None = None
+    request_id: Raw = Raw(b"null")  # of a response.create, which says so itself if it is wrong
 
 
 class Command(ClientEvent, frozen=True, kw_only=True):
     """What our own have."""
 
-    response_id: str | None = None
+    response_id: Name | None = None
     starting_after: Annotated[int, Meta(ge=-1, le=2**53)] | None = None
     credits: Count | None = None
 
@@ -112,12 +113,13 @@ class ResponsesSocket:
                 code: int = message.get("code", LOST)
                 return code
             text: str | None = message.get("text")
-            num_bytes = len(message.get("bytes") or b"") if text is None else len(text.encode())
+            num_bytes = len(message.get("bytes") or b"") if text is None else _num_bytes(text)
             if num_bytes > self._max_message_bytes:
                 return MESSAGE_TOO_BIG
             self._handle(text, num_bytes)
             with suppress(WebSocketDisconnect):  # what was sent before it ended is read first
                 await self._writer.drain()
+            await asyncio.sleep(0)  # there may be many
 
     def _handle(self, text: str | None, num_bytes: int) -> None:
         stream_id: str | None = None
@@ -133,7 +135,8 @@ class ResponsesSocket:
     def _dispatch(self, event: ClientEvent, text: str, num_bytes: int) -> None:
         match event.type:
             case "response.create":
-                self._lanes.create(Create(text, num_bytes), event.stream_id)
+                message = Create(text, num_bytes, requested_id(event.request_id))
+                self._lanes.create(message, event.stream_id)
             case "response.steer":
                 self._lanes.steer(text)
             case "response.cancel" | "response.grant" | "response.resume":
@@ -156,6 +159,10 @@ class ResponsesSocket:
                 after = -1 if command.starting_after is None else command.starting_after
                 given: str = _given(command, "response_id")
                 self._lanes.resume(Resume(given, after, command.credits, num_bytes), stream_id)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _given(command: Command, name: str) -> Any:

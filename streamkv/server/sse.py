@@ -11,10 +11,11 @@ stream that ended in one has no `[DONE]`.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,6 +33,7 @@ KEEP_ALIVE_S = 15.0  # the longest silence
 
 DONE_EVENT = Event("", b"[DONE]")
 _COMMENT = b": keep-alive\n\n"
+REQUEST_ID = "x-request-id"  # the header: of an answer, its id
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -54,7 +56,8 @@ async def stream_answer(
     after = last_event_id(request)
     answers = answers_of(request)
     if after is not None:
-        return resume_answer(answers.find_answer(request, answer_id), request, after)
+        answer = answers.find_answer(request, answer_id, exact=True)
+        return resume_answer(answer, request, after)
     answer = answers.new(request, answer_id, writer, policy)
     stream = _EventStream(answer, request.receive, is_open=True)
     answer.attach(stream)
@@ -74,7 +77,7 @@ def resume_answer(answer: Answer, request: Request, after: int) -> ASGIApp:
     if answer.is_ended and after == answer.num_events - 1:
         return Response(status_code=204)
     if request.method == "HEAD":  # it is there; reading it is somebody else's
-        return _send_head
+        return functools.partial(_send_head, answer.answer_id)
     stream = _EventStream(answer, request.receive, is_open=False)
     try:
         answer.attach(stream, after=after)
@@ -113,10 +116,12 @@ async def collect_answer(
     finally:
         watcher.cancel()
         generation.end()
-    return content if isinstance(content, Response) else json_response(content)
+    response = content if isinstance(content, Response) else json_response(content)
+    response.headers[REQUEST_ID] = answer_id
+    return response
 
 
-def last_event_id(request: Request, parameter: str = "") -> int | None:
+def last_event_id(request: HTTPConnection, parameter: str = "") -> int | None:
     """The number of the last event that a client has got, by the header Last-Event-ID or else by
     that parameter of the query; None without them. InvalidRequestError if it is no number.
 
@@ -149,9 +154,15 @@ def error_frame(error: BaseException) -> bytes:
     return b"data: %b\n\n" % encode(error_body(error))
 
 
-async def _send_head(scope: Scope, receive: Receive, send: Send) -> None:
+def _head(answer_id: str) -> dict[str, Any]:
+    """What the response with an answer's events begins with."""
+    headers = [*_HEADERS, (REQUEST_ID.encode(), answer_id.encode())]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def _send_head(answer_id: str, scope: Scope, receive: Receive, send: Send) -> None:
     """The response to a HEAD."""
-    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+    await send(_head(answer_id))
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -174,6 +185,7 @@ class _EventStream:
         self._write: Callable[[bytes], None] = self._hold  # a BodyWriter's once the head is sent
         self._num_written = 0
         self._is_begun = False
+        self._error: BaseException | None = None  # why it ends, if no event tells of that
         self._is_over = False
         self._is_lost = False
         self._changed = asyncio.Event()
@@ -196,12 +208,13 @@ class _EventStream:
             data = b"data: %b\n\n" % event.data
         self._write(data)
 
-    def ended(self) -> None:
+    def ended(self, error: StreamkvError | None = None) -> None:
         self.is_open = False
         self._is_over = True
-        error = self._early_error()
-        if error is not None and self._is_begun:
-            self._write(error_frame(error))
+        answer = self._answer
+        self._error = answer.error if error is None and not answer.num_events else error
+        if self._error is not None and (self._is_begun or self._num_written):
+            self._write(error_frame(self._error))
         self._changed.set()
 
     def _hold(self, data: bytes) -> None:
@@ -235,16 +248,15 @@ class _EventStream:
             self._answer.detach(self)
 
     async def _respond(self, direct: BodyWriter | None, send: Send) -> None:
-        error = self._early_error()
-        if error is not None:
-            raise error
+        if self._error is not None and not self._num_written:
+            raise self._error
         self._is_begun = True
         self.is_open = False
         if direct is not None:
             direct.on_paused, direct.on_resumed = self._close, self._open
             direct.on_lost = self._lose
             direct.begin()
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send(_head(self._answer.answer_id))
         if direct is not None:
             await self._write_directly(direct)
         else:
@@ -276,10 +288,6 @@ class _EventStream:
             else:
                 self._open()
                 await self._changed.wait()
-
-    def _early_error(self) -> BaseException | None:
-        """What ended the answer before its first event."""
-        return None if self._answer.num_events else self._answer.error
 
     def _tick(self, num_written: int = -1) -> None:
         """A comment, if nothing was written since the last time."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ..errors import InvalidRequestError
 from .answer import Event
+from .request_fields import Name
 from .response_events import Numbered, Numbers
-from .response_items import InputItem, check_item
+from .response_input import Input
+from .response_items import ContentPart, InputItem, check_item
 from .response_object import FunctionCall
-from .wire import decode_body
+from .wire import decode_body, encode
 
 MAX_PENDING_STEERS = 32  # for one response
 
@@ -35,11 +37,12 @@ SteerErrorCode = Literal[
 ]
 
 
-class SteerCommand(Struct, frozen=True, kw_only=True):
-    """`response.steer` as it is sent."""
+class SteerCommand(NamedTuple):
+    """A `response.steer`, whose input can be taken."""
 
     previous_response_id: str
-    input: Raw
+    input: Raw  # as it is given back
+    items: Sequence[InputItem]
 
 
 class SteerError(InvalidRequestError):
@@ -54,7 +57,7 @@ class Steer(Struct, kw_only=True):
 
     id: str
     response_id: str
-    input: Raw  # as it was sent
+    input: Raw  # as it is given back
     items: Sequence[InputItem]
     is_pending: bool = False  # the client has been told that it waits
 
@@ -125,62 +128,66 @@ def failed_event(steer: Steer | SteerCommand, error: SteerError, numbers: Number
 
 # --- what is sent -----------------------------------------------------------------------------
 
-_NAMES = frozenset({"type", "previous_response_id", "input"})
 _PARTS = ("input_text",)
-_ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
-_command_decoder = msgspec.json.Decoder(SteerCommand)
-_names_decoder = msgspec.json.Decoder(dict[str, Raw])
-_input_decoder = msgspec.json.Decoder(str | list[InputItem])
+
+
+class _Sent(Struct, frozen=True, kw_only=True):
+    """`response.steer` as it is sent."""
+
+    type: str
+    previous_response_id: Name
+    input: Input
+
+
+_decoder = msgspec.json.Decoder(_Sent)
 
 
 def read_command(data: str) -> SteerCommand:
-    """The event. InvalidRequestError where there is nothing to give back."""
-    command = decode_body(data, _command_decoder)
-    given = bytes(command.input)
-    if given[:1] not in (b'"', b"["):
+    """The event. InvalidRequestError for what is no input: the official types know no event that
+    would give it back."""
+    sent = decode_body(data, _decoder)
+    given = sent.input
+    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+    if not items or items[0].content == "":
         raise InvalidRequestError(
-            "input: expected text or a list of messages of the user", param="input"
+            "input: expected text, or at least one message, got none", param="input"
         )
-    if b"\n" in given or b"\r" in given:  # between values; an event is one line
-        given = given.translate(_ONE_LINE)
-    return SteerCommand(previous_response_id=command.previous_response_id, input=Raw(given))
-
-
-def read_items(data: str, command: SteerCommand) -> list[InputItem]:
-    """What is to be said to the model. SteerError."""
-    try:
-        others = decode_body(data, _names_decoder).keys() - _NAMES
-        if others:
-            raise InvalidRequestError(
-                f"{min(others):.300}: expected only {', '.join(sorted(_NAMES))}"
-            )
-        given = decode_body(bytes(command.input), _input_decoder)
-        items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-        if not items or items[0].content == "":
-            raise InvalidRequestError("input: expected text, or at least one message, got none")
-        for index, item in enumerate(items):
-            _check(item, f"input[{index}]")
-    except InvalidRequestError as error:
-        raise SteerError("invalid_input", error.message) from None
-    return items
+    for index, item in enumerate(items):
+        _check(item, f"input[{index}]")
+    shown = given if isinstance(given, str) else [_message(item) for item in items]
+    return SteerCommand(sent.previous_response_id, Raw(encode(shown)), items)
 
 
 def _check(item: InputItem, param: str) -> None:
     if item.kind != "message" or item.role != "user":
-        raise InvalidRequestError(f"{param}: expected a message of the user, got another item")
+        raise InvalidRequestError(
+            f"{param}: expected a message of the user, got another item", param=param
+        )
     check_item(item, param)
     if not isinstance(item.content, str):
         for index, part in enumerate(item.content or ()):
             if part.type not in _PARTS:
                 raise InvalidRequestError(
-                    f"{param}.content[{index}].type: expected 'input_text', got {part.type!r:.100}"
+                    f"{param}.content[{index}].type: expected 'input_text', got {part.type!r:.100}",
+                    param=f"{param}.content[{index}].type",
                 )
 
 
-def new_steer(command: SteerCommand, items: Sequence[InputItem]) -> Steer:
+class _Message(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """As the official types know one: they ask for a `type`."""
+
+    role: str
+    content: str | list[ContentPart]
+
+
+def _message(item: InputItem) -> _Message:
+    return _Message(role="user", content=item.content or "")
+
+
+def new_steer(command: SteerCommand) -> Steer:
     return Steer(
         id=f"steer_{uuid.uuid4().hex}",
         response_id=command.previous_response_id,
         input=command.input,
-        items=items,
+        items=command.items,
     )

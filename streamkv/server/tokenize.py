@@ -1,9 +1,9 @@
 """POST /tokenize and /detokenize: text to token ids and back, in vLLM's shapes.
 
 Owns these endpoints' wire types. Invariant: /tokenize gives the ids that a completion of the same
-prompt, or a chat completion of the same messages, would compute. What /tokenize takes is bounded by
-the body's size only (a conversation as by chat completions), what /detokenize takes by
-MAX_DETOKENIZE_TOKENS; long ones run in a thread, and their JSON is written in pieces.
+prompt, or a chat completion of the same messages, would compute. What /tokenize takes is bounded as
+a prompt is that is truncated, what /detokenize takes by MAX_DETOKENIZE_TOKENS; long ones run in a
+thread, and their JSON is written in pieces.
 """
 
 from __future__ import annotations

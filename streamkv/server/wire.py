@@ -42,6 +42,7 @@ from ..errors import (
     StreamkvError,
 )
 from .bounds import bounded, fields_decoder, uncollected
+from .faults import validation_error
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ _ERRORS: dict[type[BaseException], tuple[int, str, str | None]] = {
     PayloadTooLargeError: (413, "invalid_request_error", "payload_too_large"),
     AuthenticationError: (401, "authentication_error", "invalid_api_key"),
     ForbiddenError: (403, "permission_error", "forbidden"),
-    GoneError: (410, "not_found_error", "gone"),
+    GoneError: (410, "gone_error", "gone"),
     NotFoundError: (404, "not_found_error", "not_found"),
     OverloadedError: (429, "rate_limit_error", "overloaded"),
     EngineNotReadyError: (503, "service_unavailable_error", "engine_not_ready"),
@@ -152,8 +153,6 @@ class _PiecewiseResponse(Response):
 
 # --- reading ----------------------------------------------------------------------------------
 
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-_MISSING = re.compile(r"Object missing required field `(.+)`")
 _FAULT = re.compile(r"\(byte (\d+)\)")
 _SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE_LEN = 16  # a pair of escapes and what may close the document after one
@@ -162,9 +161,16 @@ _MAX_OFF_BYTES = 256  # no value that means "off" is written longer
 NotHonoured = Mapping[str, tuple[Any, ...]]
 """Field name -> the values that mean "off"; null always does. Any other value is a 400."""
 
+Advice = Mapping[str, str]
+"""Field name -> what to do instead of sending it, where that is more than to leave it out."""
+
 
 async def read_body(
-    request: Request, decoder: msgspec.json.Decoder[T], *, not_honoured: NotHonoured | None = None
+    request: Request,
+    decoder: msgspec.json.Decoder[T],
+    *,
+    not_honoured: NotHonoured | None = None,
+    advice: Advice | None = None,
 ) -> T:
     """The request's body as a Struct; InvalidRequestError or PayloadTooLargeError otherwise."""
     limit = server_config(request).max_body_bytes
@@ -176,7 +182,7 @@ async def read_body(
         data += chunk
         if len(data) > limit:
             raise _too_large(limit)
-    return decode_body(bytes(data), decoder, not_honoured=not_honoured)
+    return decode_body(bytes(data), decoder, not_honoured=not_honoured, advice=advice)
 
 
 def _too_large(limit: int) -> PayloadTooLargeError:
@@ -188,6 +194,7 @@ def decode_body(
     decoder: msgspec.json.Decoder[T],
     *,
     not_honoured: NotHonoured | None = None,
+    advice: Advice | None = None,
 ) -> T:
     """A JSON document as a Struct; InvalidRequestError names the field at fault as `param`."""
     document = data
@@ -198,9 +205,9 @@ def decode_body(
         with uncollected(len(data)):
             body = decoder.decode(document)
         if not_honoured:
-            _check_not_honoured(data, not_honoured)
+            _check_not_honoured(data, not_honoured, advice or {})
     except msgspec.ValidationError as exc:
-        raise _validation_error(str(exc)) from None
+        raise validation_error(str(exc), document, decoder.type) from None
     except (msgspec.DecodeError, UnicodeError) as exc:
         raise _decode_error(document, str(exc)) from None
     except RecursionError:
@@ -221,17 +228,14 @@ def _decode_error(data: bytes | str, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"body: expected JSON in UTF-8; {reason}")
 
 
-def _check_not_honoured(data: bytes | str, not_honoured: NotHonoured) -> None:
+def _check_not_honoured(data: bytes | str, not_honoured: NotHonoured, advice: Advice) -> None:
     fields = fields_decoder(tuple(not_honoured)).decode(data)
     for name, off_values in not_honoured.items():
-        _check_off(name, getattr(fields, name), off_values)
-
-
-def _check_off(name: str, raw: msgspec.Raw, off_values: tuple[Any, ...]) -> None:
-    if not is_off(raw, off_values):
-        raise InvalidRequestError(
-            f"{name}: not supported by this server; leave it out", param=name, code="unsupported"
-        )
+        if not is_off(getattr(fields, name), off_values):
+            remedy = advice.get(name, "leave it out")
+            raise InvalidRequestError(
+                f"{name}: not supported here; {remedy}", param=name, code="unsupported"
+            )
 
 
 def is_off(raw: msgspec.Raw, off_values: tuple[Any, ...], *, null: bool = True) -> bool:
@@ -242,16 +246,6 @@ def is_off(raw: msgspec.Raw, off_values: tuple[Any, ...], *, null: bool = True) 
     if value is None:
         return null
     return any(value == off and type(value) is type(off) for off in off_values)
-
-
-def _validation_error(message: str) -> InvalidRequestError:
-    found = _PATH.search(message)
-    param, reason = (found.group(1), message[: found.start()]) if found else ("", message)
-    missing = _MISSING.fullmatch(reason)
-    if missing is not None:
-        param = f"{param}.{missing.group(1)}".lstrip(".")
-        reason = "required field is missing"
-    return InvalidRequestError(f"{param or 'body'}: {reason}", param=param or None)
 
 
 # --- naming -----------------------------------------------------------------------------------

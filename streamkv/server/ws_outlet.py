@@ -16,6 +16,7 @@ from types import TracebackType
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from ..errors import StreamkvError
 from .answer import Answer
 from .direct_write import direct_writer
 from .event_log import Event
@@ -133,6 +134,7 @@ class LaneOutlet:
     ) -> None:
         """`tail` stands in the place of each event's last brace; if empty, the brace stays."""
         self.done = asyncio.Event()  # its answer has nothing more for it
+        self.error: StreamkvError | None = None  # why, if there would have been more
         self.has_read_all = False  # nobody took over before the answer's end
         self.num_credits = credits  # None: as many as it likes
         self._writer = writer
@@ -164,9 +166,9 @@ class LaneOutlet:
         data, tail = event.data, self._tail
         self._writer.write(data[:-1] + tail if tail else data)
 
-    def ended(self) -> None:
-        answer = self._answer
-        self.has_read_all = answer is not None and answer.is_ended and not answer.has_reader
+    def ended(self, error: StreamkvError | None = None) -> None:
+        self.error = error
+        self.has_read_all = error is None and self._answer is not None and self._answer.is_ended
         self._writer.remove(self)
         self.done.set()
 

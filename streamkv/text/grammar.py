@@ -46,7 +46,7 @@ class Grammar:
         # Of each matcher: what a copy of it took, and what some thousand tokens add. One that is
         # made to grow adds more, tens of MB until it fails: only answers that run do.
         self.matcher_bytes = copy_bytes + GROWTH_BYTES
-        self.is_slow = False  # one of its matchers took long for a token: set by who times them
+        self.slow_share = 0.0  # of its matchers' latest tokens: kept by who times them
         # What is known before the first token is the same for all. Of this one nobody consumes.
         self._prototype = Matcher(matcher, ends)
 
@@ -198,6 +198,11 @@ class GrammarCompiler:
             return grammar
         result = self._quick_process.check(structured, LITTLE)
         return None if result.is_open else self._built(structured, result)
+
+    def rest(self) -> None:
+        """Nothing is to be compiled for a while."""
+        self._process.rest()
+        self._quick_process.rest()
 
     def close(self) -> None:
         """Idempotent."""

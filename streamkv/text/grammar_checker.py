@@ -16,7 +16,7 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, NoReturn
 
 import msgspec
@@ -32,9 +32,11 @@ MAX_KEPT_BYTES = 64 << 20  # of it, when it is compiled
 STACK_BYTES = 2 << 20  # a thread that compiles the same later has several times that
 IDLE_S = 120.0  # then the process ends
 NUM_TRIED = 4  # first tokens, each with the mask after it
-NUM_COPIES = 4  # that are measured, and walk
-MAX_WALK_TOKENS = 8
-MAX_WALK_S = 0.01  # of CPU time, all together
+NUM_COPIES = 4  # that walk, each another way
+MAX_MEASURED_TOKENS = 8  # what a grammar grows by it does most at first
+MAX_MEASURED_S = 0.01  # of CPU time, all copies together
+MAX_WALK_TOKENS = 100  # some grammars exceed the library's limits only after dozens
+MAX_WALK_S = 0.04
 
 _PAGE_BYTES = resource.getpagesize()
 
@@ -87,7 +89,13 @@ class Checker:
             return Result(
                 f"it takes {num_bytes >> 20} MB of memory, more than {MAX_KEPT_BYTES >> 20}"
             )
-        copy_bytes = self._measure_copies(matcher)
+        num_before = _num_kept_bytes()
+        walks = [_Walk(matcher, self._end_ids, part / NUM_COPIES) for part in range(NUM_COPIES)]
+        error = _walk(walks, MAX_MEASURED_TOKENS, MAX_MEASURED_S)
+        copy_bytes = max(_num_kept_bytes() - num_before, 0) // NUM_COPIES
+        error = error or _walk(walks, MAX_WALK_TOKENS, MAX_WALK_S)
+        if error:
+            return Result(reason_of(error))
         return Result(source=source, num_bytes=num_bytes, copy_bytes=copy_bytes)
 
     def _try_out(self, matcher: LLMatcher) -> None:
@@ -104,18 +112,41 @@ class Checker:
                 if token_id == firsts[-1]:
                     raise
 
-    def _measure_copies(self, matcher: LLMatcher) -> int:
-        """The bytes of one, after a few tokens: what a grammar grows by it does most at first."""
-        num_bytes = _num_kept_bytes()
-        copies = [matcher.deep_copy() for _ in range(NUM_COPIES)]
-        until_s = time.thread_time() + MAX_WALK_S
-        for number, copy in enumerate(copies):
-            for _ in range(MAX_WALK_TOKENS):
-                token_id = _token_of(copy.compute_bitmask(), number / NUM_COPIES)
-                if token_id in self._end_ids or time.thread_time() > until_s:
-                    break
-                copy.consume_token(token_id)  # a failure would be its own answer's
-        return max(_num_kept_bytes() - num_bytes, 0) // NUM_COPIES
+
+class _Walk:
+    """An answer that goes on as long as it may."""
+
+    def __init__(self, matcher: LLMatcher, end_ids: set[int], place: float) -> None:
+        """It prefers tokens from that part of the vocabulary on."""
+        self.has_ended = False
+        self._matcher = matcher.deep_copy()
+        self._end_ids = end_ids
+        self._place = place
+
+    def step(self) -> str:
+        """Another token. The error, if it can't be followed."""
+        matcher = self._matcher
+        mask = matcher.compute_bitmask()
+        token_id = _token_of(mask, self._place)
+        if token_id in self._end_ids:
+            token_id = _token_of(_without(mask, self._end_ids), self._place)
+        if token_id is None:
+            self.has_ended = True
+        else:
+            matcher.consume_token(token_id)
+        return matcher.get_error() if matcher.is_error() else ""
+
+
+def _walk(walks: Sequence[_Walk], num_tokens: int, cpu_s: float) -> str:
+    """So many tokens of each, side by side, or as many as there is time for. The first error."""
+    until_s = time.thread_time() + cpu_s
+    for _ in range(num_tokens):
+        for walk in walks:
+            if time.thread_time() > until_s:
+                return ""
+            if not walk.has_ended and (error := walk.step()):
+                return error
+    return ""
 
 
 def _tokens_of(matcher: LLMatcher) -> list[int]:
@@ -132,12 +163,19 @@ def _tokens_of(matcher: LLMatcher) -> list[int]:
     ]
 
 
-def _token_of(mask: bytes, place: float) -> int:
-    """The first of them from that part of the vocabulary on; 0 if there is none."""
+def _without(mask: bytes, token_ids: Iterable[int]) -> bytes:
+    left = bytearray(mask)
+    for token_id in token_ids:
+        left[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(left)
+
+
+def _token_of(mask: bytes, place: float) -> int | None:
+    """The first of them from that part of the vocabulary on; None if there is none."""
     start = int(len(mask) * place)
     rest = (mask[start:] + mask[:start]).lstrip(b"\0")
     if not rest:
-        return 0
+        return None
     bit = (rest[0] & -rest[0]).bit_length() - 1
     return 8 * ((start - len(rest)) % len(mask)) + bit
 
@@ -190,6 +228,7 @@ def _num_virtual_bytes() -> int:
 def _work(writer: int, cpu_s: float, compile_it: Callable[[], Result]) -> NoReturn:
     """The fork's life. What it has to say fits into memory, whatever it did before."""
     try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library would write of its failures
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         _limit(resource.RLIMIT_CORE, 0)
@@ -224,7 +263,6 @@ def _read_until(pipe: IO[bytes], deadline_s: float) -> bytes | None:
 def main() -> None:
     """The first message is a Vocabulary, the others are Jobs; each has one answer."""
     requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(1, "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the library would write of its failures
     first = read_message(requests)
     if first is None:
         return

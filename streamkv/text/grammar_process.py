@@ -2,13 +2,15 @@
 
 Owns its start, its end, and what is sent to it; `grammar_checker.py` is what runs in it. Another
 process, because nothing else bounds the memory, the stack and the time of compiling what a client
-sent. Any thread may use it; jobs go one by one. Invariant: `check` returns or raises in bounded
-time, and after `close` the process has ended.
+sent. Any thread may use it; jobs go one by one. Invariants: `check` returns or raises in bounded
+time; after `close` or `rest` the process has ended and is reaped, and what it wrote of its failures
+is in the log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import struct
@@ -23,9 +25,12 @@ from ..errors import GenerationError
 from ..structured import StructuredOutputs
 from .grammar_tokens import Vocabulary
 
+logger = logging.getLogger(__name__)
+
 _PROGRAM = f"{__package__}.grammar_checker"
 _START_S = 10.0  # for what isn't the job's own
 _END_S = 5.0  # until a process that was asked to end is killed
+_MAX_TOLD = 2000  # characters of what it wrote of its failures: the last ones
 _LENGTH = struct.Struct("<I")
 
 
@@ -37,7 +42,7 @@ class Effort(msgspec.Struct, frozen=True, array_like=True):
 
 
 ALL = Effort(2.0, 10.0)  # what needs more is refused
-LITTLE = Effort(0.1, 1.0)  # enough for most: they take some 10 ms
+LITTLE = Effort(0.15, 1.0)  # enough for most: they take some 10 ms
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +84,7 @@ def _read(file: IO[bytes], num_bytes: int) -> bytes | None:
 
 
 class GrammarProcess:
-    """Starts with the first job; ends by itself when idle, and starts again."""
+    """Starts with the first job, and with the next one after it has ended."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -100,8 +105,13 @@ class GrammarProcess:
                         raise GenerationError(f"checking the grammar failed: {exc}") from exc
         raise AssertionError("unreachable")
 
+    def rest(self) -> None:
+        """End it for now, after the job that it is at. Idempotent."""
+        with self._lock:
+            self._end()
+
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End it for good. Idempotent."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -151,17 +161,23 @@ class GrammarProcess:
         except subprocess.TimeoutExpired:
             _kill(process)
             process.wait()
+        assert process.stderr is not None
+        with process.stderr as file:
+            os.set_blocking(file.fileno(), False)  # whoever else may still have its other end
+            said = (file.read(1 << 16) or b"").decode(errors="replace").strip()
+        if said:
+            logger.warning("the process that tries out grammars wrote: %s", said[-_MAX_TOLD:])
 
 
 def _start() -> subprocess.Popen[bytes]:
     """In a session of its own: a Ctrl-C is for this program, which then ends it."""
     return subprocess.Popen(
         # -P: no file of the folder that somebody happens to be in is taken for a module
-        [sys.executable, "-P", "-m", _PROGRAM],
+        [sys.executable, "-P", "-W", "ignore", "-m", _PROGRAM],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,  # if it ever writes more than that takes, it is killed in time
         start_new_session=True,
     )
 

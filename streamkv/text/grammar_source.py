@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 import msgspec
 from llguidance import LLMatcher, gbnf_to_lark
 
 from ..structured import StructuredOutputs
+from .schema_bounds import check_bounds
 from .structural_tags import structural_tag_lark
 
 if TYPE_CHECKING:
@@ -103,7 +105,12 @@ def _json_options(structured: StructuredOutputs) -> JsonCompileOptions:
 def _json(schema: str, options: JsonCompileOptions) -> str:
     if schema.strip() == "true":
         schema = "{}"
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    source = str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    check_bounds(_decode(schema))  # JSON, now that the library has read it
+    return source
+
+
+_decode = msgspec.json.Decoder(float_hook=Decimal).decode
 
 
 def _without_additional_properties(schema: str) -> str:

@@ -97,6 +97,8 @@ def reason_of(error: str) -> str:
         return "it matches no text"
     if error.startswith("panic"):
         return "it is too large"
+    if "too many expressions" in error:
+        return "it has too many repetitions within repetitions"
     head, _, tail = error.partition("\nerror: ")  # a picture of the regex stands before it
     text = f"{head.partition(chr(10))[0]} {tail.partition(chr(10))[0]}" if tail else head
     for end in ("; following special tokens", "; try avoiding", "Enable 'coerce_one_of'", "<non-"):

@@ -7,6 +7,7 @@ in no part.
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -18,6 +19,14 @@ _NEWLINES = re.compile(r"\n*")
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
+class Stage(enum.Enum):
+    """How far a prompt has gone with the reasoning."""
+
+    NOT_BEGUN = enum.auto()  # the answer may begin with it
+    OPEN = enum.auto()  # the answer goes on with it
+    OVER = enum.auto()  # the answer comes after it
+
+
 class ReasoningFormat(NamedTuple):
     """How a model marks what it thinks."""
 
@@ -25,13 +34,16 @@ class ReasoningFormat(NamedTuple):
     closing: str
     shows_special_tokens: bool  # skip_special_tokens must be off to see the marks
 
-    def is_open(self, prompt_tail: str, *, continued: str = "") -> bool:
-        """Whether a prompt that ends so has begun the reasoning. Where it ends within a message,
-        `continued` is what that says so far: only that counts, and what the template wrote right
-        before it."""
-        before = prompt_tail.rstrip().removesuffix(continued.strip()).rstrip()
-        has_begun = before.endswith(self.opening) or continued.lstrip().startswith(self.opening)
-        return has_begun and self.closing not in continued
+    def stage(self, prompt_tail: str, *, continued: str = "") -> Stage:
+        """Of a prompt that ends so. Where it ends within a message, `continued` is what that says
+        so far: only that counts, and what the template wrote right before it."""
+        said = continued.strip()
+        before = prompt_tail.rstrip().removesuffix(said).rstrip()
+        if self.closing not in said and (
+            before.endswith(self.opening) or said.startswith(self.opening)
+        ):
+            return Stage.OPEN
+        return Stage.OVER if said or before.endswith(self.closing) else Stage.NOT_BEGUN
 
     def step(self, is_open: bool) -> Callable[[Tape], Reading[None]]:
         """What reads it, as the first of an answer's steps."""

@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from .schema_bounds import check_bounds
+
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -120,6 +122,7 @@ class _Writer:
             schema = {}
         if not isinstance(schema, Mapping):
             raise ValueError("structural_tag: expected a JSON schema to be an object")
+        check_bounds(schema)
         return "%json " + json.dumps({**schema, "x-guidance": dict(self._json_options)})
 
     def _literal(self, text: str) -> str:

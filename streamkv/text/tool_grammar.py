@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..errors import InvalidRequestError
 from .json_calls import HERMES_CLOSE, HERMES_OPEN, MISTRAL_ARGS, MISTRAL_MARK
 from .reasoning import ReasoningFormat
+from .schema_bounds import check_bounds
 
 _SPACES = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -214,6 +215,12 @@ def _tool(tool: Any, param: str) -> Tool | None:
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         _refuse(found, 'the schema of an object ("type": "object")', f"{kind!r:.100}")
+    try:
+        check_bounds(parameters)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"{param}.parameters: {error}", param=f"{param}.parameters"
+        ) from None
     return found._replace(parameters={**parameters, "type": "object"})
 
 

@@ -217,3 +217,42 @@ def test_the_pool_stays_large_enough_for_those_that_are_paused():
         harness.scheduler.resize(5)
     harness.finish(sequence)
     harness.scheduler.resize(5)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_tokens_without_a_choice_wait_for_a_paused_request_too(is_running):
+    harness = Harness()
+    sequence, other = harness.add_one([1, 2, 3], 20), harness.add_one([4, 5], 20)
+    if is_running:
+        harness.advance()
+    num_tokens = len(sequence.token_ids)
+    forced = harness.oracle(sequence)[num_tokens - 3 :][:10]
+    harness.scheduler.force(sequence, num_tokens, forced[:5])
+    harness.pause(sequence)
+    scheduler = harness.scheduler
+    assert not scheduler.has_forced and scheduler.take_forced(10) == []
+    harness.run_while_paused()
+    assert other.finish_reason is not None
+    assert not (scheduler.has_work or scheduler.is_busy)
+    scheduler.check_at_rest()
+    assert len(sequence.token_ids) == num_tokens
+    harness.resume(sequence)
+    assert scheduler.has_forced
+    harness.run()
+    assert harness.num_forced == 5
+    harness.check_answer(sequence)
+    harness.check_answer(other)
+
+
+def test_a_paused_request_with_tokens_without_a_choice_may_end():
+    harness = Harness()
+    first, second = harness.add([1, 2, 3], 8, n=2, temperature=1.0)
+    for sequence in (first, second):
+        harness.scheduler.force(sequence, 3, [7, 8])
+    harness.pause(first)
+    harness.finish(first)
+    assert not harness.scheduler.is_busy
+    harness.finish(second)
+    assert harness.take_forced() == []
+    assert not harness.scheduler.is_busy
+    harness.run()

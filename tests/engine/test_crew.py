@@ -1,4 +1,4 @@
-"""Crews: what is put comes to an end, in order, with few threads and none left."""
+"""Crews: what is put comes to an end, in order, with one thread and none left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def held(crew: Crew) -> threading.Event:
 
 
 def test_things_are_done_in_order_and_then_no_thread_is_left():
-    crew, done = Crew("crew", 1), []
+    crew, done = Crew("crew"), []
     release = held(crew)
     futures = [crew.put(lambda i=i: done.append(i) or i) for i in range(50)]
     release.set()
@@ -34,19 +34,20 @@ def test_things_are_done_in_order_and_then_no_thread_is_left():
     assert not [thread for thread in threading.enumerate() if thread.name == "crew"]
 
 
-def test_there_are_only_so_many_threads():
-    crew = Crew("crew", 3)
-    releases = [held(crew) for _ in range(3)]
+def test_there_is_one_thread_and_none_while_nothing_is_to_be_done():
+    crew = Crew("crew")
+    release = held(crew)
     futures = [crew.put(threading.current_thread) for _ in range(20)]
-    assert sum(thread.name == "crew" for thread in threading.enumerate()) == 3
-    for release in releases:
-        release.set()
-    assert all(future.result(20).name == "crew" for future in futures)
+    release.set()
+    (thread,) = {future.result(20) for future in futures}
+    thread.join(20)
+    assert not thread.is_alive()
+    assert crew.put(threading.current_thread).result(20) is not thread
     crew.close()
 
 
 def test_what_is_given_up_before_its_turn_is_not_begun():
-    crew, done = Crew("crew", 1), []
+    crew, done = Crew("crew"), []
     release = held(crew)
     first, second = crew.put(lambda: done.append(1)), crew.put(lambda: done.append(2))
     assert first.cancel()
@@ -57,7 +58,7 @@ def test_what_is_given_up_before_its_turn_is_not_begun():
 
 
 def test_whatever_goes_wrong_is_told_and_the_next_is_done():
-    crew = Crew("crew", 1)
+    crew = Crew("crew")
 
     def fail() -> None:
         raise SystemExit("no")
@@ -69,7 +70,7 @@ def test_whatever_goes_wrong_is_told_and_the_next_is_done():
 
 
 def test_at_the_end_what_waits_fails_and_what_runs_is_waited_for():
-    crew = Crew("crew", 1)
+    crew = Crew("crew")
     release = held(crew)
     waiting, given_up = crew.put(lambda: 1), crew.put(lambda: 2)
     given_up.cancel()
@@ -88,7 +89,7 @@ def test_at_the_end_what_waits_fails_and_what_runs_is_waited_for():
 
 
 def test_where_no_thread_can_be_started_nothing_stays_behind(monkeypatch):
-    crew = Crew("crew", 2)
+    crew = Crew("crew")
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -10,7 +10,9 @@ import pytest
 from engine.support import TOKENIZER, make_engine, make_runner, run
 from tiny import tiny_tokenizer
 
+from streamkv.engine import encoding
 from streamkv.errors import ContextLengthError, InvalidRequestError
+from streamkv.protocol import SamplingParams
 from streamkv.text import chat_template
 from streamkv.text.control_text import ControlText
 
@@ -148,5 +150,29 @@ def test_a_prompt_too_long_at_first_sight_is_measured_without_marks():
             assert len(await engine.encode_chat([message])) > 10_000
             with pytest.raises(ContextLengthError):
                 await engine.encode_chat([{"role": "user", "content": content * 2}])
+
+    run(main)
+
+
+def test_a_text_of_too_many_characters_is_refused_untokenized_also_if_its_end_is_all_that_is_wanted(
+    monkeypatch,
+):
+    monkeypatch.setattr(encoding, "HUGE_TEXT_CHARS", 100)
+    tokenizer = tiny_tokenizer()
+
+    async def main() -> None:
+        async with make_engine(make_runner(max_model_len=50), tokenizer=tokenizer) as engine:
+            longest = 16 * 50
+            assert len(await engine.encode("7" * longest)) == longest
+            monkeypatch.setattr(tokenizer, "encode", None)
+            last = SamplingParams(truncate_prompt_tokens=5, max_tokens=1)
+            with pytest.raises(ContextLengthError, match=f"prompt: .*{longest} characters"):
+                await engine.encode("7" * (longest + 1))
+            with pytest.raises(ContextLengthError, match=f"prompt: .*{longest} characters"):
+                async with engine.generate("7" * (longest + 1), last):
+                    pass
+            with pytest.raises(ContextLengthError, match=f"messages: .*{longest} characters"):
+                message = {"role": "user", "content": "7" * longest}
+                await engine.encode_chat([message], must_fit=False)
 
     run(main)

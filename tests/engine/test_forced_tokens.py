@@ -64,7 +64,7 @@ def test_what_was_found_in_the_cache_is_told_alike_at_once_and_after_a_wait_in_t
         async with make_engine(runner, max_num_seqs=1) as engine:
             assert await num_cached(engine) == 0
             at_once = await num_cached(engine)
-            assert at_once == len(PROMPT)
+            assert at_once == len(PROMPT) - 1
             while gate.acquire(blocking=False):
                 pass
             async with (
@@ -156,5 +156,32 @@ def test_a_reader_may_leave_amid_many_forced_tokens(async_scheduling):
                         await anext(stream)
                 await until_idle(engine)
                 check_nothing_is_held(engine, runner)
+
+    run(main)
+
+
+def test_a_paused_answer_gets_none_of_them_until_it_is_resumed(async_scheduling):
+    runner = bound_runner()
+
+    async def main() -> None:
+        async with make_engine(runner, async_scheduling=async_scheduling) as engine:
+            choice = StructuredOutputs(choice=[LONG_TEXT])
+            sampling = SamplingParams(max_tokens=900, structured_outputs=choice)
+            async with engine.generate(PROMPT, sampling) as stream:
+                for num_deltas in (0, 1, 1):
+                    for _ in range(num_deltas):
+                        await anext(stream)
+                    stream.pause()
+                    await engine.generate([1, 2], greedy(max_tokens=3)).collect()
+                    await until_idle(engine)  # what was sent for it has come
+                    num_tokens = stream.usage.num_generated_tokens
+                    await engine.generate([1, 2], greedy(max_tokens=30)).collect()
+                    assert stream.usage.num_generated_tokens == num_tokens < 600
+                    check_nothing_is_held(engine, runner)
+                    stream.resume()
+                await stream.collect()
+                assert stream.so_far()[0].text == LONG_TEXT
+            await until_idle(engine)
+            check_nothing_is_held(engine, runner)
 
     run(main)

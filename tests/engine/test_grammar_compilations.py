@@ -14,9 +14,10 @@ from streamkv.engine import grammars as grammars_module
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.engine.batch import Answer, Job, check_batch, run_batch
 from streamkv.engine.llm_prompts import Prompt
-from streamkv.errors import InvalidRequestError, OverloadedError
+from streamkv.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from streamkv.sampling import StructuredOutputs
 from streamkv.text import grammar as grammar_module
+from streamkv.text import grammar_process
 from streamkv.text.grammar import GrammarCompiler
 
 
@@ -164,7 +165,7 @@ def test_grammars_take_only_so_much_memory(monkeypatch):
 @pytest.mark.parametrize("few", ["compiled", "bytes"])
 def test_a_batch_waits_for_room_where_a_request_is_refused(monkeypatch, few):
     runner = make_bound_runner(num_blocks=500)
-    monkeypatch.setattr(grammars_module, "ROOM_CHECK_S", 0.001)
+    monkeypatch.setattr(grammars_module, "ROOM_CHECK_S", 1000.0)  # all that gives room tells
     if few == "compiled":
         monkeypatch.setattr(grammars_module, "MAX_COMPILING", 1)
         monkeypatch.setattr(grammar_module, "MAX_CACHED", 1)
@@ -185,5 +186,151 @@ def test_a_batch_waits_for_room_where_a_request_is_refused(monkeypatch, few):
                 (f"r{i}", f"the word {i % 5}") for i in range(20)
             }
             await check_all_is_given_back(engine, runner)
+
+    run(main)
+
+
+class Room:
+    """Of memory: all that there is, is taken by an answer that is paused."""
+
+    def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._engine = engine
+        self._monkeypatch = monkeypatch
+        self._holder = engine.generate(PROMPT, bound(CHOICE))
+
+    async def __aenter__(self) -> Room:
+        await self._holder.__aenter__()
+        self._holder.pause()
+        self.grammars = self._engine._reception._grammars
+        await until(lambda: not self.grammars._num_opening_bytes)
+        self._of_one = self.grammars._compiler.find(CHOICE).matcher_bytes
+        self._monkeypatch.setattr(grammars_module, "ROOM_CHECK_S", 1000.0)
+        self.become(1)
+        return self
+
+    def become(self, num: int) -> None:
+        """For so many matchers."""
+        room = self.grammars._compiler.num_bytes + num * self._of_one
+        self._monkeypatch.setattr(grammars_module, "MAX_BYTES", room)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._holder.__aexit__(None, None, None)
+
+    def waiting(self, **params: Any) -> asyncio.Task[Any]:
+        """Who waits for some of it."""
+        stream = self._engine.generate(PROMPT, bound(CHOICE, **params), queue_places=0)
+        return asyncio.create_task(stream.collect())
+
+    async def until_awaited(self, num: int) -> None:
+        await until(lambda: self.grammars._num_awaited_bytes == num * self._of_one)
+
+
+def test_who_waits_for_room_is_told_at_once_when_the_engine_dies(monkeypatch):
+    gates = Gates(monkeypatch)
+    gates.easy.release()
+    monkeypatch.setattr(grammars_module, "MAX_COMPILING", 1)
+
+    async def main() -> None:
+        async with make_engine(make_bound_runner()) as engine:
+            async with Room(engine, monkeypatch) as room:
+                tasks = [room.waiting(seed=seed) for seed in range(3)]
+                await room.until_awaited(3)
+                for number in range(3):  # the first is compiled, the others wait for a place
+                    stream = engine.generate(PROMPT, bound(word(number)), queue_places=0)
+                    tasks.append(asyncio.create_task(stream.collect()))
+                await until(lambda: len(gates.begun) == 2 and len(room.grammars._compiling) == 3)
+                engine._loop.die(EngineDeadError("the device is broken"))
+                errors = await asyncio.gather(*tasks, return_exceptions=True)
+                assert [type(error) for error in errors] == [EngineDeadError] * 6
+                assert all("the device is broken" in str(error) for error in errors)
+            gates.easy.release(99)
+
+    run(main)
+
+
+def test_who_wants_to_compile_does_not_stand_behind_who_waits_for_memory(monkeypatch):
+    monkeypatch.setattr(grammars_module, "MAX_COMPILING", 1)
+    runner = make_bound_runner(num_blocks=500)
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with Room(engine, monkeypatch) as room:
+                behind = room.waiting(n=2)
+                await room.until_awaited(2)
+                for number in range(3):
+                    await engine.check(tuple(PROMPT), bound(word(number)))
+                assert not behind.done()
+                room.become(2)
+            await behind
+            await check_all_is_given_back(engine, runner)
+
+    run(main)
+
+
+def test_room_that_somebody_waits_for_is_not_for_those_who_come_later(monkeypatch):
+    runner = make_bound_runner(num_blocks=500)
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with Room(engine, monkeypatch) as room:
+                room.become(3)
+                large = room.waiting(n=3)
+                await room.until_awaited(3)
+                small = room.waiting()
+                await room.until_awaited(4)
+                with pytest.raises(OverloadedError, match="grammars of all requests"):
+                    await answer_of(engine, CHOICE)
+                assert not large.done() and not small.done()
+            assert len(await large) == 3
+            await small
+            await check_all_is_given_back(engine, runner)
+
+    run(main)
+
+
+def test_grammars_of_those_who_wait_do_not_take_the_room_that_they_wait_for(monkeypatch):
+    monkeypatch.setattr(grammar_module, "MAX_CACHED", 1)
+    runner = make_bound_runner(num_blocks=500)
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            async with Room(engine, monkeypatch) as room:
+                room.become(2)
+                tasks = []
+                for number in range(12):
+                    sampling = bound(word(number), n=2)
+                    stream = engine.generate(PROMPT, sampling, queue_places=0)
+                    tasks.append(asyncio.create_task(stream.collect()))
+                await until(lambda: len(room.grammars._line._waiters or ()) == 11)
+                # That of the answer, the latest one, and the one that is next.
+                await until(lambda: len(room.grammars._compiler._alive) <= 3)
+                room.become(4)
+            answers = await asyncio.gather(*tasks)
+            assert [{one.text for one in answer} for answer in answers] == [
+                {f"the word {number}"} for number in range(12)
+            ]
+            await check_all_is_given_back(engine, runner)
+
+    run(main)
+
+
+def test_when_nothing_is_to_be_compiled_the_process_is_ended_and_reaped(monkeypatch):
+    monkeypatch.setattr(grammars_module, "IDLE_S", 0.0)
+    runner = make_bound_runner()
+    processes: list[Any] = []
+    start = grammar_process._start
+
+    def note_start() -> Any:
+        processes.append(start())
+        return processes[-1]
+
+    monkeypatch.setattr(grammar_process, "_start", note_start)
+
+    async def main() -> None:
+        async with make_engine(runner) as engine:
+            for number in range(2):
+                assert await answer_of(engine, word(number)) == f"the word {number}"
+                await until(lambda: processes[-1].returncode is not None)
+            assert [process.returncode for process in processes] == [0, 0]
 
     run(main)

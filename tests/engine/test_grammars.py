@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 import zlib
 from collections.abc import Iterator
@@ -317,22 +316,24 @@ def test_a_paused_answer_goes_on_as_if_nothing_had_been(compiler, async_scheduli
     run(main)
 
 
-TOO_COMPLEX = StructuredOutputs(regex="([a-z ]*[aeiou][a-z ]{1,100}){100}")
+TOO_COMPLEX = StructuredOutputs(regex="[0-9]{200}([a-z ]*[aeiou][a-z ]{1,100}){100}")
 
 
 @BOTH_DEPTHS
-def test_a_grammar_that_fails_on_the_way_ends_its_own_answer(async_scheduling):
-    runner = make_bound_runner(mask_wait_s=0.1)
+def test_a_grammar_that_fails_on_the_way_ends_its_own_answer(caplog, async_scheduling):
+    runner = make_bound_runner(mask_wait_s=0.1, max_model_len=600, num_blocks=400)
 
     async def main() -> None:
         async with make_engine(runner, async_scheduling=async_scheduling) as engine:
-            failing = engine.generate(PROMPT, bound(TOO_COMPLEX, n=2))
+            failing = engine.generate(PROMPT, bound(TOO_COMPLEX, n=2, max_tokens=500))
             free = engine.generate(PROMPT, greedy(max_tokens=60, ignore_eos=True))
             failed, (answer,) = await asyncio.gather(
                 failing.collect(), free.collect(), return_exceptions=True
             )
             assert isinstance(failed, GenerationError)
-            assert re.search("structured_outputs any further: .*too many", failed.message)
+            told = "the answer can't follow its regex any further: it has too many repetitions"
+            assert failed.message.startswith(told)
+            assert caplog.text.count(told) == 1, "for all its choices"
             assert list(answer.token_ids) == oracle(runner, PROMPT, 60)
             await check_all_is_given_back(engine, runner)
 

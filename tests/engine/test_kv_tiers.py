@@ -171,7 +171,8 @@ def test_memory_that_is_held_is_told_and_shared_blocks_count_once():
                 stats = engine.stats()
                 tables = {
                     (sequence.choice, tuple(sequence.block_table), sequence.num_computed_tokens)
-                    for sequence in engine._loop._requests.get(stream.request_id).sequences
+                    for entry in engine._loop._requests
+                    for sequence in entry.sequences
                 }
                 blocks: dict[int, int] = {}
                 for _, table, num_tokens in tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,7 +14,15 @@ from fakes import FakeMaskBoard
 
 from streamkv.engine import threads
 from streamkv.engine.matcher_lane import TURN_S
-from streamkv.engine.matchers import ALLOWED_S, ALLOWED_TOKEN_S, Matchers, News, Slot
+from streamkv.engine.matchers import (
+    ALLOWED_S,
+    ALLOWED_TOKEN_S,
+    MAX_CHARGED_S,
+    SLOW_SHARE,
+    Matchers,
+    News,
+    Slot,
+)
 
 VOCAB_SIZE = 70
 POSITION = 5  # of the first token
@@ -30,7 +39,7 @@ class Clock:
 
 
 class Grammar:
-    is_slow = False
+    slow_share = 0.0
 
 
 class Rule:
@@ -196,7 +205,8 @@ def test_who_has_ended_is_waited_for_no_more_whatever_its_thread_is_at():
         assert may_go_on.wait(20)
 
     async def test(harness: Harness) -> None:
-        slot = harness.add(Rule(take_long))
+        rule = Rule(take_long)
+        slot = harness.add(rule)
         harness.matchers.push([(slot, 0), (slot, 1)])
         assert await asyncio.to_thread(is_at_it.wait, 20)
         harness.matchers.end([slot])
@@ -204,7 +214,7 @@ def test_who_has_ended_is_waited_for_no_more_whatever_its_thread_is_at():
         may_go_on.set()
         harness.matchers.give_back([slot])
         await until(lambda: harness.board.num_slots == 0)
-        assert slot.matcher.consumed == [0], "nobody wants to know what follows the second"
+        assert rule.consumed == [0], "nobody wants to know what follows the second"
 
     with_harness(test)
 
@@ -230,30 +240,41 @@ def test_a_request_whose_answers_together_take_long_goes_on_beside_the_others():
         for slot in slow:
             await asyncio.to_thread(harness.allowed, slot, POSITION + 2)
         assert [rule.consumed for rule in rules] == [[0, 50]] * 4
-        assert not any(rule.grammar.is_slow for rule in rules), "each alone is quick enough"
+        assert not any(rule.grammar.slow_share for rule in rules), "each alone is quick enough"
         harness.matchers.give_back(slow)  # after all that came before
         await until(lambda: harness.board.num_slots == 1)
 
     with_harness(test)
 
 
-def test_a_grammar_that_took_long_for_a_token_is_known_to_be_slow_by_later_requests():
+def test_a_grammar_that_often_takes_long_for_a_token_is_taken_for_slow_until_it_does_not():
     async def test(harness: Harness) -> None:
-        names: list[str] = []
         grammar, other = Grammar(), Grammar()
 
-        def note_thread(token_id: int) -> None:
-            names.append(threading.current_thread().name)
+        async def follow(grammar: Grammar, *times_s: float) -> str:
+            """Another answer. Returns in which thread it began."""
+            names: list[str] = []
 
-        first = harness.add(Rule(harness.lasting(1.1 * TURN_S), grammar))
-        harness.matchers.push([(first, 0)])
-        assert harness.allowed(first, POSITION + 1) is not None
-        await until(lambda: grammar.is_slow)
-        for one in (grammar, other):
-            slot = harness.add(Rule(note_thread, one))
-            harness.matchers.push([(slot, 0)])
-            assert harness.allowed(slot, POSITION + 1) is not None
-        assert names == ["streamkv-matchers-slow", "streamkv-matchers"]
+            def take(token_id: int) -> None:
+                names.append(threading.current_thread().name)
+                harness.clock.now_s += times_s[len(names) - 1]
+
+            slot = harness.add(Rule(take, grammar))
+            harness.matchers.push([(slot, 0) for _ in times_s])
+            await asyncio.to_thread(harness.allowed, slot, POSITION + len(times_s))
+            return names[0]
+
+        quick, slow = "streamkv-matchers", "streamkv-matchers-slow"
+        long_s = 1.1 * TURN_S
+        assert await follow(grammar, long_s) == quick
+        assert await follow(grammar, *[0.0] * 20, 300 * TURN_S) == quick, "once is no habit"
+        assert await follow(grammar, *[long_s] * 6) == quick
+        await until(lambda: grammar.slow_share > SLOW_SHARE)
+        assert await follow(grammar, long_s) == slow
+        assert await follow(other, 0.0) == quick
+        assert await follow(grammar, *[0.0] * 10) == slow
+        await until(lambda: grammar.slow_share < SLOW_SHARE)
+        assert await follow(grammar, 0.0) == quick
 
     with_harness(test)
 
@@ -273,13 +294,69 @@ def test_who_goes_on_taking_long_is_ended_however_quick_it_was_before():
             return len(slot.matcher.consumed)
 
         slot = harness.add(Rule(take))
-        pause_s = 0.9 * ALLOWED_S  # something else took it, once
-        assert await num_consumed(*[0.0] * 100, pause_s, *[0.0] * 100, pause_s) == 202
-        assert await num_consumed(*[0.9 * ALLOWED_TOKEN_S] * 100) == 302
+        assert await num_consumed(*[0.9 * ALLOWED_TOKEN_S] * 300) == 300
         num_excesses = 1 + int(ALLOWED_S / ALLOWED_TOKEN_S)
-        assert await num_consumed(*[2.01 * ALLOWED_TOKEN_S] * 100) <= 302 + num_excesses
+        assert await num_consumed(*[2.01 * ALLOWED_TOKEN_S] * 100) <= 300 + num_excesses
         (news,) = harness.news
         assert "it takes too long, 0.04 s for the last token" in news.failure
+
+    with_harness(test)
+
+
+def test_no_single_token_ends_an_answer_whatever_else_had_the_threads_time():
+    async def test(harness: Harness) -> None:
+        quick, pause = [0.0] * 10, [100.0]
+        times = pause + quick + pause + quick + pause * 2 + quick
+        num_fatal = 1 + int(ALLOWED_S / (MAX_CHARGED_S - ALLOWED_TOKEN_S))
+        assert num_fatal > 2
+        rule = Rule(lambda token_id: setattr(harness.clock, "now_s", sum(times[: num_taken()])))
+
+        def num_taken() -> int:
+            return len(rule.consumed)
+
+        slot = harness.add(rule)
+        harness.matchers.push([(slot, 0) for _ in times])
+        await until(lambda: harness.news or slot.published == POSITION + len(times))
+        assert harness.news == []
+        num_quick = len(times)
+        times += [100.0] * 20
+        harness.matchers.push([(slot, 0)] * 20)
+        await until(lambda: harness.news)
+        assert num_taken() == num_quick + num_fatal
+
+    with_harness(test)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_matcher_is_gone_with_its_slots_place_whoever_still_has_the_slot(is_closed):
+    async def test(harness: Harness) -> None:
+        kept = [harness.add(Rule()) for _ in range(3)]
+        left = [weakref.ref(slot.matcher) for slot in kept]
+        if is_closed:
+            await asyncio.to_thread(harness.matchers.close)
+        else:
+            harness.matchers.end(kept)
+            harness.matchers.give_back(kept)
+            await until(lambda: harness.board.num_slots == 0)
+        assert [one() for one in left] == [None] * 3
+        assert harness.matchers.num_bytes == 0
+
+    with_harness(test)
+
+
+def test_who_waits_for_room_is_told_once_of_the_next_slot_that_is_given_back():
+    async def test(harness: Harness) -> None:
+        told: list[int] = []
+        slots = [harness.add(Rule(), num_bytes=100) for _ in range(3)]
+        harness.matchers.give_back(slots[:1])
+        await until(lambda: harness.matchers.num_bytes == 200)
+        harness.matchers.call_once_there_is_room(lambda: told.append(harness.matchers.num_bytes))
+        harness.matchers.give_back(slots[1:2])
+        await until(lambda: told)
+        harness.matchers.give_back(slots[2:])
+        await until(lambda: harness.matchers.num_bytes == 0)
+        await asyncio.sleep(0)
+        assert told == [100]
 
     with_harness(test)
 

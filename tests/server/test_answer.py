@@ -15,7 +15,13 @@ from engine.support import check_nothing_is_held, greedy, make_engine, make_runn
 
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.engine.stream import TokenDelta, TokenStream
-from streamkv.errors import CapacityError, GoneError, InvalidRequestError, NotFoundError
+from streamkv.errors import (
+    CapacityError,
+    GoneError,
+    InvalidRequestError,
+    NotFoundError,
+    StreamkvError,
+)
 from streamkv.protocol import FinishReason
 from streamkv.server import answer as answers
 from streamkv.server import deltas
@@ -67,6 +73,7 @@ class Reader:
         self.room = room
         self.got: list[tuple[int, Event]] = []
         self.num_ends = 0
+        self.error: StreamkvError | None = None
         self._breaks = breaks
 
     @property
@@ -80,8 +87,9 @@ class Reader:
         self.room -= 1
         self.got.append((number, event))
 
-    def ended(self) -> None:
+    def ended(self, error: StreamkvError | None = None) -> None:
         self.num_ends += 1
+        self.error = error
 
     def tokens(self) -> dict[tuple[int, int], list[int]]:
         """By prompt and choice."""
@@ -410,13 +418,15 @@ def test_a_second_reader_takes_over_and_the_first_one_is_told() -> None:
         await answer.start(sources(engine, max_tokens=80))
         await until(lambda: len(first.got) > 5)
         answer.attach(second)
-        assert first.num_ends == 1
+        assert first.num_ends == 1 and first.error is not None
+        assert first.error.code == "taken_over"
         num_first = len(first.got)
         answer.detach(first)  # too late to matter
         await answer.wait_ended()
         assert len(first.got) == num_first
         assert [number for number, _ in second.got] == list(range(answer.num_events))
         assert second.got[:num_first] == first.got
+        assert second.error is None, "it has all of it"
 
     with_engine(test)
 

@@ -149,7 +149,7 @@ def test_leaving_after_the_end_changes_nothing(device: Device) -> None:
 
 
 def test_an_answer_that_is_to_go_on_does_so_and_says_what_came_of_it(device: Device) -> None:
-    asked = Asked(device, "chats", "json", "midway", on_disconnect="continue", request_id="go on")
+    asked = Asked(device, "chats", "json", "midway", on_disconnect="continue", request_id="go-on")
     asked.client.leave()
     with device.server.client() as client:
         assert client.get("/v1/requests/go on").json()["status"] == "running"

@@ -92,6 +92,82 @@ def test_a_long_head_is_read_and_a_longer_one_is_told_so(
     assert client.socket.makefile("rb").read().startswith(status)
 
 
+@pytest.mark.parametrize(
+    ("data", "limit", "answer"),
+    [
+        (b"", "HEAD_S", b""),
+        (b"GET /hea", "HEAD_S", b"HTTP/1.1 408"),
+        (POST + HEADER, "HEAD_S", b"HTTP/1.1 408"),
+        (b"\r\n", "HEAD_S", b"HTTP/1.1 408"),
+        (NEXT + b"\r\n", "", b"HTTP/1.1 200"),
+        (POST + b"Content-Length: 9\r\n\r\n{", "STALL_S", b"HTTP/1.1 408"),
+        (POST + b"Content-Length: 9\r\n\r\n", "STALL_S", b"HTTP/1.1 408"),
+        (CHUNKED, "STALL_S", b"HTTP/1.1 408"),
+    ],
+    ids=["nothing", "path", "headers", "line", "behind", "body", "no body", "chunks"],
+)
+def test_a_request_without_end_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, device: Device, data: bytes, limit: str, answer: bytes
+) -> None:
+    for name in ("HEAD_S", "STALL_S"):
+        monkeypatch.setattr(http_protocol, name, 0.01 if name == limit else 1000.0)
+    client = device.client("bytes", data=data)
+    if not limit:  # the next head is late
+        monkeypatch.setattr(http_protocol, "HEAD_S", 0.01)
+        assert client.receive_until(b"}").startswith(answer)
+        client.socket.sendall(b"GET /heal")
+        answer = b"HTTP/1.1 408"
+    received = client.socket.makefile("rb").read()
+    assert received.startswith(answer) and bool(answer) == bool(received)
+
+
+@pytest.mark.parametrize(
+    "request_", [NEXT, POST + b"Content-Length: 2\r\n\r\n{}"], ids=["no body", "body"]
+)
+def test_who_has_sent_a_request_has_no_deadline(device: Device, request_: bytes) -> None:
+    client = device.client("bytes", data=request_)
+    client.receive_until(b"\r\n\r\n")
+    port = client.socket.getsockname()[1]
+    connections = device.server.serving.server_state.connections
+    [found] = [one for one in connections if getattr(one, "client", ("", 0))[1] == port]
+    assert isinstance(found, http_protocol.HttpProtocol)
+    device.wait(lambda: found.timeout_keep_alive_task is not None)
+    assert found._deadline is None
+
+
+@pytest.mark.parametrize("method", [b"POST /v1/completions", b"POST /v1/nothing"])
+@pytest.mark.parametrize("size", [b"5", b"9999999"])
+def test_who_is_refused_before_the_body_is_read_is_told_so_and_sends_no_more(
+    monkeypatch: pytest.MonkeyPatch, method: bytes, size: bytes
+) -> None:
+    monkeypatch.setattr(http_protocol, "SKIP_S", 0.01)
+    with serve(api_key=["secret"]) as server:
+        head = method + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + size + b"\r\n\r\n"
+        client = Client(server, "bytes", data=head + b"{")
+        received = client.socket.makefile("rb").read()
+        assert received.startswith(b"HTTP/1.1 401") and b"\r\nconnection: close" in received
+        client.leave()
+
+
+def test_a_small_body_is_taken_before_a_refusal_and_the_connection_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "SKIP_S", 1000.0)
+    with serve(api_key=["secret"]) as server:
+        device = Device(server, Gate())
+        client = device.client("bytes", data=POST + b"Content-Length: 5\r\n\r\n{")
+        device.wait_read()
+        client.socket.sendall(b"1234")
+        head = client.receive_until(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 401") and b"connection: close" not in head
+        client.socket.sendall(NEXT)
+        assert client.receive_until(b"ok").count(b"HTTP/1.1 200 OK") == 1
+        expecting = POST + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n"
+        refused = device.client("bytes", data=expecting).socket.makefile("rb").read()
+        assert refused.startswith(b"HTTP/1.1 401") and b"\r\nconnection: close" in refused
+        device.wait_idle()
+
+
 @pytest.mark.parametrize("path", ["/v1/streams/resp_it", "/v1/responses/resp_it?stream=true"])
 def test_a_head_has_no_body_and_takes_the_stream_from_nobody(device: Device, path: str) -> None:
     body = {"input": "hi", "max_output_tokens": 5, "ignore_eos": True, "request_id": "it"}

@@ -85,6 +85,7 @@ def test_a_response_that_still_runs_goes_on_where_it_is_read_now() -> None:
                 await first.create("next", max_output_tokens=2)
                 await second.send(resume(response_id))
                 await second.receive_until("response.output_text.delta")
+                assert (await first.error()).error.code == "taken_over"
                 gate.release(1000)
                 assert (await first.finish()).output_text == answer_text(server, "next", 2)
                 assert (await second.finish()).output_text == long_text(server)

@@ -475,6 +475,18 @@ def test_the_oldest_that_have_ended_go_when_there_is_too_much() -> None:
     asyncio.run(run())
 
 
+def test_what_is_too_large_for_the_store_is_refused_or_told_not_to_be_kept() -> None:
+    body = {"input": "x" * 3000, "max_output_tokens": 1}
+    runner = fake_runner(max_model_len=4000)
+    with serve(runner, response_store_mib=4000 / 2**20) as server, server.client() as client:
+        for field in ("background", "store"):
+            answer = client.post("/v1/responses", json=body | {field: True})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        answer = client.post("/v1/responses", json=body)
+        assert answer.status_code == 200 and answer.json()["store"] is False
+        assert client.post("/v1/responses", json={"input": "x"}).json()["store"] is True
+
+
 def test_what_has_ended_is_kept_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()

@@ -102,6 +102,17 @@ def test_calls_that_are_asked_for_match_their_schema(calling: Server, choice: An
     assert told == choice or told.model_dump() == choice
 
 
+@pytest.mark.parametrize("num_tokens", [3, 8])
+def test_a_call_that_is_asked_for_and_cut_off_is_no_text(calling: Server, num_tokens: int) -> None:
+    asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required"}
+    events = stream(calling, **asked, max_output_tokens=num_tokens)
+    whole = create(calling, **asked, max_output_tokens=num_tokens)
+    for response in (whole, events[-1].response):
+        assert response.status == "incomplete"
+        assert response.output_text == ""
+    assert text_of(events) == ""
+
+
 def test_of_allowed_tools_one_is_called(calling: Server) -> None:
     other = {"type": "function", "name": "pet", "parameters": SCHEMA}
     allowed = {"type": "function", "name": "pet"}
@@ -116,6 +127,7 @@ def test_of_allowed_tools_one_is_called(calling: Server) -> None:
     [
         ("text.format", {"text": {"format": FORMAT | {"schema": {"type": "no such type"}}}}),
         ("text.format", {"text": {"format": FORMAT | {"schema": 7}}}),
+        ("guided_regex", {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"}),
         ("structured_outputs", {"structured_outputs": {"regex": "("}}),
         (
             "tools[0].parameters",

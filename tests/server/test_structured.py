@@ -225,6 +225,76 @@ def test_a_response_format_comes_after_reasoning() -> None:
         jsonschema.validate(json.loads(closed["message"]["content"]), SCHEMA)
 
 
+CLOSED = {"chat_template_kwargs": {"begin": "<think>\n\n</think>\n\n"}}
+CONTINUED = {
+    "messages": [USER, {"role": "assistant", "content": "Well, "}],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Server]:
+    """A server with a model that begins to reason at times, where it may."""
+    masks = FakeMaskBoard(VOCAB_SIZE)
+    with serve(
+        fake_runner(masks=masks, max_model_len=2048), engine={"tokenizer": model("both")}
+    ) as running:
+        yield running
+        running.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "may_reason"),
+    [
+        ({}, True),
+        ({"reasoning_effort": "high"}, True),
+        (CLOSED, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        (CONTINUED, False),
+    ],
+)
+def test_an_answer_is_bound_from_its_first_token_where_there_is_no_place_for_reasoning(
+    thinking: Server, fields: dict[str, Any], may_reason: bool
+) -> None:
+    body = {"messages": [USER], "n": 16, "seed": 1, "max_tokens": 12} | fields
+    wanted: list[dict[str, Any]] = [
+        {"guided_choice": ["yes", "no"]},
+        {"guided_choice": ["yes", "no"], "tools": TOOLS, "seed": 3},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": NAMED},
+    ]
+    with thinking.client() as client:
+        for more in wanted:
+            answer = client.post(CHAT, json=body | more)
+            assert answer.status_code == 200, answer.text
+            messages = [choice["message"] for choice in answer.json()["choices"]]
+            assert any("reasoning" in message for message in messages) is may_reason
+            if not may_reason and "tools" not in more:
+                assert {message["content"] for message in messages} <= {"yes", "no"}
+
+
+def test_where_the_prompt_has_closed_the_reasoning_what_matches_is_content(
+    thinking: Server,
+) -> None:
+    text = "<think>no</think>"
+    choice = ask(thinking, stream=False, guided_choice=[text], max_tokens=40, **CLOSED)
+    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic"])
+def test_a_required_call_that_is_cut_off_has_no_content(kind: str, stream: bool) -> None:
+    with babbling(kind) as server:
+        for tool_choice in ("required", NAMED):
+            fields = {"tools": TOOLS, "tool_choice": tool_choice, "temperature": 0}
+            for num_tokens in (2, 6, 11):
+                choice = ask(server, stream=stream, max_tokens=num_tokens, **fields)
+                assert choice["finish_reason"] == "length"
+                assert not choice["message"]["content"]
+
+
 def test_the_official_client_gets_arguments_of_strict_tools() -> None:
     with babbling("hermes") as server:
         message = (
@@ -271,6 +341,7 @@ def test_what_cant_be_followed_is_a_400_that_names_the_clients_field(
         ("structured_outputs", {"grammar": "start: missing"}),
         ("structured_outputs", {"json": "{"}),
         ("guided_json", "no json"),
+        ("guided_regex", "((a{1,1000}){1,1000}){1,1000}"),  # after some tokens
         ("guided_grammar", "start: ("),
     ]
     prompt = {"messages": [USER]} if path == CHAT else {"prompt": "hi"}
@@ -282,6 +353,35 @@ def test_what_cant_be_followed_is_a_400_that_names_the_clients_field(
             assert error["param"] == field
             assert error["message"].startswith(f"{field}: ")
     masked.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"guided_choice": []}, "guided_choice", "at least one text, got an empty list"),
+        ({"guided_choice": ["a", ""]}, "guided_choice", r"\[1\]: .*got ''"),
+        ({"guided_regex": ""}, "guided_regex", "isn't empty, got ''"),
+        ({"guided_json": {}, "guided_whitespace_pattern": ""}, "guided_whitespace_pattern", "''"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": "b"}, "guided_whitespace_pattern", ""),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "regex.*got 'regx'"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "expected none without JSON",
+        ),
+        ({"response_format": json_schema("")}, "response_format.json_schema.schema", "''"),
+    ],
+)
+def test_an_error_names_the_clients_field(
+    masked: Server, fields: dict[str, Any], param: str, told: str
+) -> None:
+    for path, prompt in ((CHAT, {"messages": [USER]}), (TEXT, {"prompt": "hi"})):
+        with masked.client() as client:
+            answer = client.post(path, json=prompt | fields)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(param) and re.search(told, error["message"])
 
 
 def test_a_tool_whose_schema_cant_be_followed_is_named() -> None:
@@ -299,3 +399,16 @@ def test_without_masks_a_device_refuses_what_needs_them() -> None:
         body = {"messages": [USER], "response_format": {"type": "json_object"}}
         answer = client.post(CHAT, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+
+
+def test_tools_whose_calls_can_not_be_followed_are_named() -> None:
+    odd = {"$ref": "#"}
+    with babbling("hermes") as server, server.client() as client:
+        function = {"name": "odd", "parameters": odd}
+        asked = {"messages": [USER], "tools": [{"type": "function", "function": function}]}
+        answer = client.post(CHAT, json=asked | {"tool_choice": "required"})
+        flat = {"input": "hi", "tools": [{"type": "function", **function, "strict": False}]}
+        other = client.post("/v1/responses", json=flat | {"tool_choice": "required"})
+        for error in (answer.json()["error"], other.json()["error"]):
+            begin = "tools: expected parameters (of 'odd') that can be followed, got"
+            assert error["param"] == "tools" and error["message"].startswith(begin), error

@@ -18,6 +18,7 @@ from walks import allowed, walk, walk_text
 from streamkv.errors import GenerationError, InvalidRequestError, OverloadedError
 from streamkv.sampling import StructuredOutputs
 from streamkv.text import grammar as grammar_module
+from streamkv.text import grammar_process
 from streamkv.text.grammar import GrammarCompiler, GrammarFailure
 from streamkv.text.grammar_checker import why_ended
 from streamkv.text.grammar_process import ALL, LITTLE, Effort
@@ -476,11 +477,22 @@ def test_what_is_only_large_is_compiled(compiler, structured):
     assert time.monotonic() - began_s < 15
 
 
-def test_a_grammar_that_gets_too_complex_on_the_way_is_a_failure(compiler):
-    pattern = "([a-z ]*[aeiou][a-z ]{1,100}){100}"
-    matcher = compiler.compile(StructuredOutputs(regex=pattern)).matcher()
-    with pytest.raises(GrammarFailure, match="too many"):
-        walk(matcher, TINY, random.Random(0))
+COMPLEX = "([a-z ]*[aeiou][a-z ]{1,100}){100}"  # after some tokens
+NESTED = [f"((a{{1,1000}}){{1,1000}}){{1,{most}}}" for most in (100, 1000)]
+
+
+@pytest.mark.parametrize("pattern", [COMPLEX, *NESTED])
+def test_a_grammar_that_gets_too_complex_after_some_tokens_is_refused_before_the_first(
+    compiler, pattern
+):
+    with pytest.raises(InvalidRequestError, match="^structured_outputs: .*too many repetitions"):
+        compiler.compile(StructuredOutputs(regex=pattern))
+
+
+def test_a_grammar_that_gets_too_complex_later_is_a_failure(compiler):
+    matcher = compiler.compile(StructuredOutputs(regex=f"[0-9]{{300}}{COMPLEX}")).matcher()
+    with pytest.raises(GrammarFailure, match="too many repetitions"):
+        walk(matcher, TINY, random.Random(0), max_tokens=800)
 
 
 # --- the compiler's own life ----------------------------------------------------------------------
@@ -537,3 +549,14 @@ def test_the_process_that_tries_grammars_out_may_be_killed_at_any_time():
     assert other.pid != process.pid
     compiler.close()
     assert other.poll() is not None
+
+
+def test_why_the_process_could_not_start_is_in_the_log_in_few_words(monkeypatch, caplog):
+    monkeypatch.setattr(grammar_process, "_PROGRAM", "streamkv.no_such_program")
+    compiler = GrammarCompiler(TINY, TINY.vocab_size)
+    with pytest.raises(GenerationError, match="checking the grammar failed"):
+        compiler.compile(StructuredOutputs(regex="a"))
+    compiler.close()
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert "No module named streamkv.no_such_program" in caplog.text
+    assert all(len(record.message) < 3000 for record in caplog.records)

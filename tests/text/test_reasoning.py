@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from text.answers import Joined, Reasoning, cut, cuts, read, tokenizer_with
 
 from streamkv.text.answer_parts import AnswerParser, ContentPart, ReasoningPart
-from streamkv.text.reasoning import MAX_NEWLINES, ReasoningFormat
+from streamkv.text.reasoning import MAX_NEWLINES, ReasoningFormat, Stage
 
 THINK = ReasoningFormat("<think>", "</think>", False)
 
@@ -90,22 +90,24 @@ def test_the_template_and_the_vocabulary_tell_the_marks(
 
 
 @pytest.mark.parametrize(
-    ("tail", "continued", "is_open"),
+    ("tail", "continued", "stage"),
     [
-        ("<|assistant|>\n<think>\n", "", True),
-        ("<|assistant|>\n<think>\n\n</think>\n\n", "", False),
-        ("<|assistant|>\n", "", False),
-        ("what is <think> for?\n<|assistant|>", "", False),
-        ("<|assistant|>\n<think>\nHm, so", "<think>\nHm, so", True),
-        ("<|assistant|>\n<think>\nHm, so", "Hm, so ", True),
-        ("<|assistant|>\n<think>\nHm</think> So", "<think>\nHm</think> So", False),
-        ("<|assistant|>\n<think>\n\n</think>\n\nHm, so", "Hm, so", False),
-        ("<|assistant|>\nHm, so", "Hm, so", False),
-        ("what is <think> for?\n<|assistant|>\nHm, so", "Hm, so", False),
-        ("<|assistant|>\nThe mark <think> means", "The mark <think> means", False),
+        ("<|assistant|>\n<think>\n", "", Stage.OPEN),
+        ("<|assistant|>\n<think>\n\n</think>\n\n", "", Stage.OVER),
+        ("<|assistant|>\n", "", Stage.NOT_BEGUN),
+        ("what is <think> for?\n<|assistant|>", "", Stage.NOT_BEGUN),
+        ("what is </think> for?\n<|assistant|>", "", Stage.NOT_BEGUN),
+        ("<|assistant|>\n<think>\nHm, so", "<think>\nHm, so", Stage.OPEN),
+        ("<|assistant|>\n<think>\nHm, so", "Hm, so ", Stage.OPEN),
+        ("<|assistant|>\n<think>\nHm</think> So", "<think>\nHm</think> So", Stage.OVER),
+        ("<|assistant|>\n<think>\nHm</think>", "<think>\nHm</think>", Stage.OVER),
+        ("<|assistant|>\n<think>\n\n</think>\n\nHm, so", "Hm, so", Stage.OVER),
+        ("<|assistant|>\nHm, so", "Hm, so", Stage.OVER),
+        ("what is <think> for?\n<|assistant|>\nHm, so", "Hm, so", Stage.OVER),
+        ("<|assistant|>\nThe mark <think> means", "The mark <think> means", Stage.OVER),
     ],
 )
-def test_the_prompts_end_tells_whether_reasoning_has_begun(
-    tail: str, continued: str, is_open: bool
+def test_the_prompts_end_tells_how_far_reasoning_has_gone(
+    tail: str, continued: str, stage: Stage
 ) -> None:
-    assert THINK.is_open(tail, continued=continued) is is_open
+    assert THINK.stage(tail, continued=continued) is stage

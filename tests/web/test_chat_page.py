@@ -457,7 +457,7 @@ def test_the_key_dialog_tells_a_wrong_key_and_takes_the_right_one(
     expect(dialog.get_by_role("alert")).to_contain_text("can't send this key")
     field.fill("sk-wrong")
     field.press("Enter")
-    expect(dialog.get_by_role("alert")).to_have_text("wrong API key")
+    expect(dialog.get_by_role("alert")).to_have_text("Wrong key")
     field.fill("sk-right")
     field.press("Enter")
     expect(dialog).to_be_hidden()
