@@ -282,8 +282,7 @@ class Answer(Generation):
             self._pump_soon()
 
     def _see_ends(self) -> None:
-        """What a prompt brought last may have taken the last room there was, or the turn. Then its
-        end is seen at once: a writer that has told of it can take nothing in any more."""
+        """At once, whatever room and turn are left: a writer that is done takes nothing in."""
         while self._ready and not self._pieces:
             prompt = next(iter(self._ready))
             if not self.streams[prompt].done:

@@ -16,6 +16,7 @@ SocketWriter's. Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -71,7 +72,9 @@ class Lanes:
         self._lanes: dict[str | None, Lane] = {}
         self._is_over = False
         limit = self._max_pending_bytes
-        self._steers = Steers(writer, self._shelves, limit, self._find_response)
+        self._steers = Steers(
+            writer, self._shelves, limit, functools.partial(_find_response, websocket)
+        )
 
     # --- what the client asks for ------------------------------------------------------------
 
@@ -84,7 +87,7 @@ class Lanes:
         OverloadedError."""
         if stream_id is None:
             try:
-                answer = self._find_response(message.response_id)
+                answer = _find_response(self._websocket, message.response_id)
             except NotFoundError:
                 pass  # its lane will say so
             else:
@@ -326,7 +329,7 @@ class Lanes:
         return answer if outlet.has_read_all and isinstance(answer, SocketAnswer) else None
 
     async def _resume(self, lane: Lane, message: Resume) -> SocketAnswer | None:
-        answer = self._find_response(message.response_id)
+        answer = _find_response(self._websocket, message.response_id)
         with renaming_fields({"after": "starting_after"}):
             self._enter(lane, answer, message.after, message.credits)
         self._answers.num_resumed += 1
@@ -335,19 +338,6 @@ class Lanes:
             if record.store not in (self._history, store_of(self._websocket)):
                 record.move(self._history)
         return await self._read(lane, answer)
-
-    def _find_response(self, response_id: str) -> Answer:
-        """The answer of that very id, which is a response's. NotFoundError."""
-        if not response_id.startswith(RESPONSE):
-            raise response_not_found(response_id)
-        try:
-            answer = self._answers.find_answer(self._websocket, response_id, exact=True)
-        except NotFoundError as error:
-            if error.code == "request_not_found":
-                raise response_not_found(response_id) from None
-            error.param = "response_id"
-            raise
-        return answer
 
     # --- steering ----------------------------------------------------------------------------
 
@@ -381,3 +371,17 @@ class Lanes:
             if num == len(answer.steers):
                 return opened, num
             opened.abandon()
+
+
+def _find_response(websocket: WebSocket, response_id: str) -> Answer:
+    """The answer of that very id, which is a response's. NotFoundError."""
+    if not response_id.startswith(RESPONSE):
+        raise response_not_found(response_id)
+    try:
+        answer = answers_of(websocket).find_answer(websocket, response_id, exact=True)
+    except NotFoundError as error:
+        if error.code == "request_not_found":
+            raise response_not_found(response_id) from None
+        error.param = "response_id"
+        raise
+    return answer

@@ -26,6 +26,7 @@ Owns the connection and the reading of it. Invariants:
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -45,6 +46,7 @@ from .ws_protocol import MESSAGE_TOO_BIG
 
 SERVICE_RESTART = 1012  # from IANA's registry; reconnecting makes sense
 LOST = 1006
+MAX_MESSAGES = 8  # in a turn of the loop
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -107,7 +109,7 @@ class ResponsesSocket:
 
     async def _read_until_closed(self) -> int:
         """Handle messages until the client is gone or sent too large a one: the closing code."""
-        while True:
+        for number in itertools.count(1):
             message = await self._websocket.receive()
             if message["type"] == "websocket.disconnect":
                 code: int = message.get("code", LOST)
@@ -119,7 +121,9 @@ class ResponsesSocket:
             self._handle(text, num_bytes)
             with suppress(WebSocketDisconnect):  # what was sent before it ended is read first
                 await self._writer.drain()
-            await asyncio.sleep(0)  # there may be many
+            if number % MAX_MESSAGES == 0:
+                await asyncio.sleep(0)
+        raise AssertionError("a connection has an end")
 
     def _handle(self, text: str | None, num_bytes: int) -> None:
         stream_id: str | None = None

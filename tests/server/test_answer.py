@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from engine.support import check_nothing_is_held, greedy, make_engine, make_runner, run, until
 
+from streamkv.config import ServerConfig
 from streamkv.engine.async_engine import AsyncEngine
 from streamkv.engine.stream import TokenDelta, TokenStream
 from streamkv.errors import (
@@ -26,6 +27,7 @@ from streamkv.protocol import FinishReason
 from streamkv.server import answer as answers
 from streamkv.server import deltas
 from streamkv.server.answer import Answer, Event, OnDisconnect, Policy
+from streamkv.server.answers import Answers
 from streamkv.server.event_log import EVENT_OVERHEAD_BYTES, EventLog, LogBudget
 
 KEPT = Policy(resumable=True, on_disconnect=OnDisconnect.CONTINUE, window_s=60.0)
@@ -427,6 +429,98 @@ def test_a_second_reader_takes_over_and_the_first_one_is_told() -> None:
         assert [number for number, _ in second.got] == list(range(answer.num_events))
         assert second.got[:num_first] == first.got
         assert second.error is None, "it has all of it"
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_an_answer_ends_when_the_reader_is_gone_that_was_too_slow_for_its_last_tokens(
+    num_prompts: int,
+) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        slow, second = Reader(room=3), Reader()
+        answer = make_answer()
+        answer.attach(slow)
+        await answer.start(sources(engine, num_prompts))
+        await until(lambda: all(stream.finish_s is not None for stream in answer.streams))
+        assert not answer.is_ended
+        answer.detach(slow)
+        await answer.wait_ended()
+        assert not answer.is_cancelled
+        answer.attach(second)
+        assert sum(map(len, second.tokens().values())) == 12 * num_prompts
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_an_answer_has_ended_as_soon_as_its_writer_has_had_the_last_token(
+    monkeypatch: pytest.MonkeyPatch, num_prompts: int
+) -> None:
+    monkeypatch.setattr(answers, "TAKES_PER_TURN", 1)
+    have_ended: list[bool] = []
+
+    class TerminalWriter(Writer):
+        num_unfinished = num_prompts
+
+        def push(self, prompt: int, delta: TokenDelta) -> Sequence[Event]:
+            self.num_unfinished -= delta.finish_reason is not None
+            if not self.num_unfinished:  # what comes next on the loop, as a client's message may
+                loop = asyncio.get_running_loop()
+                loop.call_soon(lambda: have_ended.append(answer.is_ended))
+            return super().push(prompt, delta)
+
+    answer = make_answer(TerminalWriter())
+
+    async def test(engine: AsyncEngine) -> None:
+        reader = Reader(room=1)
+        answer.attach(reader)
+        await answer.start(sources(engine, num_prompts))
+        await until(lambda: all(stream.finish_s is not None for stream in answer.streams))
+        reader.room = 1 << 30
+        answer.pump()
+        await answer.wait_ended()
+        await until(lambda: bool(have_ended))
+        assert have_ended == [True]
+
+    with_engine(test)
+
+
+def test_room_is_made_of_logs_that_nobody_reads() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        registry = Answers(ServerConfig(resume_memory_bytes=64 << 10))
+        read, left = (
+            Answer(name, Writer(), registry.budget, policy=KEPT) for name in ("read", "left")
+        )
+        for answer in (read, left):
+            registry.add(answer)
+            await answer.start(sources(engine))
+            await answer.wait_ended()
+        slow = Reader(room=1)
+        read.attach(slow)
+        log = EventLog(registry.budget)
+        log.append(Event("", bytes(64 << 10)), keep_from=0)
+        assert read.log and not left.log and registry.num_kept == 1
+        slow.room = 1 << 30
+        read.pump()
+        assert [number for number, _ in slow.got] == list(range(read.num_events))
+        log.append(Event("", b""), keep_from=0)
+        assert not read.log and registry.num_kept == 0
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("window_s", [0.0, 60.0])
+def test_without_a_window_nothing_of_an_answer_is_kept(window_s: float) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        registry = Answers(ServerConfig(resume_window=window_s))
+        answer = Answer("a-1", Writer(), registry.budget, policy=KEPT)
+        registry.add(answer)
+        await answer.start(sources(engine))
+        await answer.wait_ended()
+        assert bool(registry.budget.num_bytes) == bool(window_s)
+        await registry.close()
+        assert registry.budget.num_bytes == 0
 
     with_engine(test)
 

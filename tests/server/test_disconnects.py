@@ -152,10 +152,10 @@ def test_an_answer_that_is_to_go_on_does_so_and_says_what_came_of_it(device: Dev
     asked = Asked(device, "chats", "json", "midway", on_disconnect="continue", request_id="go-on")
     asked.client.leave()
     with device.server.client() as client:
-        assert client.get("/v1/requests/go on").json()["status"] == "running"
+        assert client.get("/v1/requests/go-on").json()["status"] == "running"
         device.gate.let(10_000)
         device.wait_idle()
-        result = client.get("/v1/requests/chatcmpl-go on").json()
+        result = client.get("/v1/requests/chatcmpl-go-on").json()
     assert result["status"] == "finished"
     assert [one["finish_reason"] for one in result["choices"]] == ["length"] * 3
     assert result["usage"]["completion_tokens"] == 900

@@ -210,3 +210,38 @@ def test_an_error_that_only_comments_came_before_is_an_event(
         assert b"[DONE]" not in received
         client.leave()
     assert not [one for one in caplog.records if "ASGI" in one.message]
+
+
+@pytest.mark.parametrize("where", ["together", "apart", "chunked"])
+def test_an_offer_of_another_protocol_is_ignored(device: Device, where: str) -> None:
+    body = json.dumps({"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}).encode()
+    head = POST + b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+    head += b"HTTP2-Settings: AAMAAABkAAQ\r\n"
+    if where == "chunked":
+        data = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    else:
+        data = head + b"Content-Length: %d\r\n\r\n" % len(body)
+    client = device.client("bytes", data=data)
+    if where == "apart":
+        device.wait_read()
+    if where != "chunked":
+        client.socket.sendall(body)
+    device.gate.let(1000)
+    head, _, answer = client.socket.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK"), head
+    assert json.loads(answer)["usage"]["completion_tokens"] == 3
+    device.wait_idle()
+
+
+def test_too_long_a_head_is_not_told_inside_an_answer(device: Device) -> None:
+    body = b'{"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": true, "stream": true}'
+    request = POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    client = device.client("bytes", data=request)
+    device.wait(lambda: device.num_inside == 1)
+    client.socket.sendall(b"\r\n" * (http_protocol.MAX_HEAD_BYTES // 2 + 1))
+    connections = device.server.serving.server_state.connections
+    device.wait(lambda: any(getattr(one, "_is_last", False) for one in connections))
+    device.gate.let(1000)
+    answer = client.socket.makefile("rb").read()
+    assert b"431" not in answer and answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    device.wait_idle()

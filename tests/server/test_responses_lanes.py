@@ -244,6 +244,7 @@ def test_who_takes_a_steered_response_over_gets_its_successor_and_nobody_else(
                 assert (await second.finish()).id == response_id
                 successor = await second.finish()
                 assert successor.previous_response_id == response_id
+                assert (await first.error()).error.code == "taken_over"
                 response = await first.finish()
                 assert response.output_text == answer_text(server, "next")
             ends = [event for event in first.lane(None) if event.type in ENDS]

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types.responses import response_create_params, responses_client_event
 from server.harness import MAX_MODEL_LEN, MODEL, Server
 from server.responses_client import create, stream
 
 from streamkv.errors import InvalidRequestError
-from streamkv.server.response_items import ContentPart, InputItem, check_item, messages_of
+from streamkv.server.response_input import MAX_OBJECTS
+from streamkv.server.response_items import (
+    MAX_ARGUMENTS_LEN,
+    ContentPart,
+    InputItem,
+    check_item,
+    messages_of,
+)
 from streamkv.server.response_object import FunctionCall, OutputMessage, OutputText, ReasoningItem
 from streamkv.server.response_request import HTTP_NOT_HONOURED, ResponseRequest
+from streamkv.server.wire import decode_body
 
 USER = {"role": "user", "content": "the fox"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -315,3 +324,33 @@ def test_a_conversation_that_fits_is_not_cut(server: Server) -> None:
         create(server, input=turns, max_output_tokens=4, truncation="auto").usage.input_tokens
         == whole.usage.input_tokens
     )
+
+
+CALL_ITEM = {"type": "function_call", "call_id": "a", "name": "f"}
+ARGUMENTS = "input[0].arguments"
+MANY_PARTS = [{"type": "input_text", "text": "a"}] * MAX_OBJECTS
+BRACES = "{" * MAX_OBJECTS * 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"input": [USER] * (MAX_OBJECTS + 1)}, "input"),
+        ({"input": [{"role": "user", "content": MANY_PARTS}]}, "input"),
+        ({"input": [USER] * MAX_OBJECTS}, None),
+        ({"input": BRACES}, None),
+        ({"previous_response_id": "a" * 257}, "previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": "a" * 257}]}, "input[0].id"),
+        ({"input": [CALL_ITEM | {"arguments": " " * MAX_ARGUMENTS_LEN + "{}"}]}, ARGUMENTS),
+        ({"input": [CALL_ITEM | {"arguments": "{}"}]}, None),
+    ],
+)
+def test_what_a_request_can_make_of_its_bytes_is_bounded(asked: Any, param: str | None) -> None:
+    decoder = msgspec.json.Decoder(ResponseRequest)
+    data = msgspec.json.encode(asked)
+    if param is None:
+        assert decode_body(data, decoder).input is not None
+        return
+    with pytest.raises(InvalidRequestError) as error:
+        decode_body(data, decoder)
+    assert error.value.param == param

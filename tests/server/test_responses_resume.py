@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from typing import Any
 
 import httpx
@@ -17,6 +19,10 @@ from server.responses_client import (
     text_of,
 )
 from websockets.exceptions import ConnectionClosed
+
+from streamkv.server.response_lanes import Lanes
+from streamkv.server.response_request import ResponseRequest
+from streamkv.server.response_writer import ResponseWriter
 
 LONG = {"max_output_tokens": 100, "min_tokens": 100}
 
@@ -318,6 +324,56 @@ def test_what_began_over_http_is_read_on_from_a_socket() -> None:
                 assert final.output_text == answer_text(server, "one")
 
         asyncio.run(run())
+
+
+def test_of_a_connection_that_was_lost_nothing_is_kept_but_the_answers_themselves() -> None:
+    with serve() as server:
+
+        async def run() -> None:
+            async with connected(server) as socket:
+                await socket.create("one", store=False)
+                first = await socket.finish()
+                await socket.create("two", store=False, previous_response_id=first.id)
+                second = await socket.finish()
+                await lose(server, socket)
+            answers = server.serving.app.state.answers
+            kept = {key.answer_id: ended.answer for key, ended in answers._ended.items()}
+            assert kept.keys() == {first.id, second.id}
+            for answer in kept.values():
+                store, record = answer.record.store, answer.record
+                assert store.get(record.owner, record.id) is None
+                assert answer.num_held_bytes == record.final_bytes
+
+            gc.collect()
+            writers = [one for one in gc.get_objects() if type(one) is ResponseWriter]
+            assert not [one for one in writers if one.response.id in kept]
+            bodies = [one for one in gc.get_objects() if type(one) is ResponseRequest]
+            assert not [one for one in bodies if one.previous_response_id == first.id]
+
+        asyncio.run(run())
+
+
+def test_a_closed_connection_is_freed_without_the_garbage_collector() -> None:
+    with serve() as server:
+
+        async def run() -> None:
+            async with connected(server) as socket:
+                await socket.create("one", store=False)
+                await socket.finish()
+                await socket.send(
+                    {"type": "response.steer", "input": "x", "previous_response_id": "x"}
+                )
+                await socket.receive()
+                (lanes,) = (weakref.ref(one) for one in gc.get_objects() if type(one) is Lanes)
+                await lose(server, socket)
+            await asyncio.to_thread(server.wait_until, lambda: lanes() is None)
+
+        gc.collect()
+        gc.disable()
+        try:
+            asyncio.run(run())
+        finally:
+            gc.enable()
 
 
 def test_a_connection_that_ends_leaves_nothing_waiting() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from typing import Any
 
@@ -240,31 +239,74 @@ async def failure(socket: Socket, lane: str | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("extra", "text"),
+    ("text", "param"),
     [
-        ({}, ""),
-        ({}, []),
-        ({}, [{"role": "system", "content": "x"}]),
-        ({}, [{"type": "function_call_output", "call_id": "c", "output": "x"}]),
-        ({}, [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
-        ({}, [{"role": "user"}]),
-        ({"stream_id": "a"}, "hi"),
+        ("", "input"),
+        (5, "input"),
+        ([], "input"),
+        ([{}], "input[0]"),
+        (["a"], "input[0]"),
+        ([{"role": "system", "content": "x"}], "input[0]"),
+        ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0]"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].type"),
+        ([{"role": "user"}], "input[0].content"),
     ],
 )
-def test_input_that_makes_no_sense_comes_back_and_the_response_goes_on(
-    server: Server, extra: dict[str, Any], text: Any
+def test_what_is_no_input_is_an_error_and_the_response_goes_on(
+    server: Server, text: Any, param: str
 ) -> None:
     async def talk(socket: Socket) -> None:
         await socket.create("one", stream_id="a", credits=2, max_output_tokens=4)
         created = await socket.receive_until("response.created", lane="a")
-        await socket.send(steer(created.response.id, text) | extra)
+        await socket.send(steer(created.response.id, text))
+        error = await socket.error()
+        assert (error.status, error.error.param) == (400, param)
         await socket.send({"type": "response.grant", "stream_id": "a", "credits": 100})
-        failed: dict[str, Any] = {}
-        while failed.get("type") != "response.steer.failed":  # what comes back may be no input
-            failed = json.loads(await socket.connection.recv())
-        assert failed["error"]["code"] == "invalid_input" and failed["stream_id"] == "a"
-        assert failed["steer"] == {"input": text, "previous_response_id": created.response.id}
         assert (await socket.finish("a")).output_text == answer_text(server, "one", 4)
+
+    converse(server, talk)
+
+
+def test_messages_come_back_as_the_official_types_have_them(server: Server) -> None:
+    async def talk(socket: Socket) -> None:
+        await socket.send(steer("resp_unknown", [user("one"), user("two")]))
+        given = [(one.type, one.content) for one in (await failure(socket)).steer.input]
+        assert given == [("message", "one"), ("message", "two")]
+
+    converse(server, talk)
+
+
+def test_a_refusal_behind_a_response_is_numbered_and_kept_with_it(server: Server) -> None:
+    async def talk(socket: Socket) -> None:
+        options = {"max_output_tokens": 3, "stream_options": {"resumable": True}}
+        await socket.create("one", stream_id="a", **options)
+        response = await socket.finish("a")
+        last = socket.events[-1].sequence_number
+        await socket.send(steer(response.id, "hi"))
+        assert (await failure(socket, "a")).sequence_number == last + 1
+        resume = {"type": "response.resume", "response_id": response.id, "starting_after": last}
+        await socket.send(resume)
+        assert (await failure(socket, "a")).sequence_number == last + 1
+
+    converse(server, talk)
+
+
+def test_a_response_can_be_steered_and_cancelled_by_its_name_right_behind_its_request(
+    server: Server,
+) -> None:
+    async def talk(socket: Socket) -> None:
+        body = {"type": "response.create", "input": "one", "request_id": "mine", "temperature": 0}
+        body |= {"stream_id": "a", "max_output_tokens": 100}
+        socket.send_together(body, steer("resp_mine", "two"))
+        await socket.receive_until("response.steer.accepted", lane="a")
+        assert (await socket.finish("a")).id == "resp_mine"
+        assert (await socket.finish("a")).previous_response_id == "resp_mine"
+        named = body | {"request_id": "other"}
+        socket.send_together(named, {"type": "response.cancel", "response_id": "resp_other"})
+        assert (await socket.finish("a")).status == "cancelled"
+        socket.send_together(named | {"top_p": 7}, steer("resp_other", "two"))
+        assert (await socket.error("a")).error.param == "top_p"
+        assert (await failure(socket, "a")).error.code == "response_not_active"
 
     converse(server, talk)
 
@@ -277,10 +319,10 @@ def test_a_response_that_does_not_run_here_cannot_be_steered(server: Server) -> 
         await socket.create("one", stream_id="a", max_output_tokens=3)
         incomplete = await socket.finish("a")
         await socket.send(steer(incomplete.id, "hi"))
-        assert (await failure(socket)).error.code == "response_not_active"
+        assert (await failure(socket, "a")).error.code == "response_not_active"
         await socket.create("one", stream_id="a", stop_token_ids=[*range(339)])
         await socket.send(steer((await socket.finish("a")).id, "hi"))
-        assert (await failure(socket)).error.code == "response_already_completed"
+        assert (await failure(socket, "a")).error.code == "response_already_completed"
         await socket.create("one", stream_id="a", best_of=2, credits=2)
         created = await socket.receive_until("response.created", lane="a")
         await socket.send(steer(created.response.id, "hi"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from typing import Any
@@ -282,7 +283,9 @@ def test_a_stream_in_the_background_outlives_its_reader_and_is_read_on() -> None
         server.wait_idle()
         response_id = first[0].response.id
         after = first[-1].sequence_number
+        assert server.serving.app.state.answers.num_resumed == 0
         answer = get(server, f"{response_id}?stream=true&starting_after={after}")
+        assert server.serving.app.state.answers.num_resumed == 1
         rest = sse_events(answer.text)
         final = rest[-1].response
         events = [*first, *rest]
@@ -485,6 +488,25 @@ def test_what_is_too_large_for_the_store_is_refused_or_told_not_to_be_kept() -> 
         answer = client.post("/v1/responses", json=body)
         assert answer.status_code == 200 and answer.json()["store"] is False
         assert client.post("/v1/responses", json={"input": "x"}).json()["store"] is True
+
+
+def test_what_a_response_tells_of_its_tools_takes_no_more_memory_than_is_counted(
+    server: Server,
+) -> None:
+    """Of many small values there would be an object each."""
+    schema = {"type": "object", "x-many": [[] for _ in range(20_000)]}
+    tool = {"type": "function", "name": "f", "parameters": schema}
+    made = create(server, tools=[tool], tool_choice="none", max_output_tokens=1)
+    assert made.tools[0].parameters == schema  # type: ignore[union-attr]
+    record = server.serving.app.state.responses._ended[b"", made.id]
+    assert record.num_bytes > len(json.dumps(tool, separators=(",", ":")))
+    found, todo = set(), [record]
+    while todo:
+        one = todo.pop()
+        if id(one) not in found and not isinstance(one, (type, ResponseStore)):
+            found.add(id(one))
+            todo += gc.get_referents(one)
+    assert len(found) < 1000
 
 
 def test_what_has_ended_is_kept_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

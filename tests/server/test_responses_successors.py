@@ -167,12 +167,13 @@ def test_input_of_several_lines_is_one_line_of_a_stream() -> None:
             await socket.create("one", credits=2, **LONG)
             created = await socket.receive_until("response.created")
             event = json.dumps(
-                steer(created.response.id, [{"type": "message", "role": "user", "content": ""}]),
+                steer(created.response.id, [{"type": "message", "role": "user", "content": "x"}]),
                 indent=2,
             )
-            await socket.send(event.replace("\n", "\r\n"))
             await socket.send({"type": "response.grant", "credits": 1000})
             await socket.finish()
+            await socket.send(event.replace("\n", "\r\n"))
+            await socket.receive_until("response.steer.failed")
             ids.append(created.response.id)
 
         ids: list[str] = []

@@ -140,6 +140,46 @@ def test_a_request_id_of_several_requests_that_run_is_told_from_their_ids() -> N
             one.leave()
 
 
+def test_a_request_goes_on_with_its_own_endpoints_answer_whatever_others_are_called(
+    speaker: Server,
+) -> None:
+    with speaker.client() as client:
+        for path, prefix in PREFIXES.items():
+            other = TEXT if path == CHAT else CHAT
+            body = {**ASKS[other], **RESUMABLE, "request_id": f"{prefix}like"}
+            assert client.post(other, json=body).status_code == 200
+            again = {**ASKS[path], **RESUMABLE, "request_id": "like"}
+            answer = client.post(path, json=again, headers={"last-event-id": "0"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                404,
+                "request_not_found",
+            )
+
+
+@pytest.mark.parametrize("path", ASKS)
+def test_only_a_stream_goes_on_after_an_event(speaker: Server, path: str) -> None:
+    with speaker.client() as client:
+        body = ASKS[path] | {"request_id": "no-stream"}
+        answer = client.post(path, json=body, headers={"last-event-id": "0"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+def test_of_many_candidates_none_is_shown_before_the_best_are_known() -> None:
+    gate = threading.Semaphore(8)
+    body = {"prompt": [5, 6, 7], "max_tokens": 20, "best_of": 3, "n": 2, "request_id": "best"}
+    with serve(fake_runner(gate=gate)) as server, server.client() as client:
+        asked = Client(server, "json", TEXT, body)
+        server.wait_until(lambda: server.engine.stats().generation_tokens_total >= 6)
+        result = client.get("/v1/requests/best").json()
+        assert result["usage"]["completion_tokens"] >= 6
+        assert result["choices"] == [
+            {"index": index, "text": "", "finish_reason": None} for index in range(2)
+        ]
+        gate.release(1000)
+        server.wait_idle()
+        asked.leave()
+
+
 def test_texts_of_a_resumed_stream_are_whole_characters(speaker: Server) -> None:
     body = {**ASKS[CHAT], **RESUMABLE, "request_id": "characters"}
     with speaker.client() as client:
@@ -279,7 +319,7 @@ def token_ids(event: str) -> list[int]:
     return [one for choice in json.loads(data)["choices"] for one in choice["token_ids"]]
 
 
-def test_a_second_reader_takes_over_and_the_first_stream_ends_without_done() -> None:
+def test_a_second_reader_takes_over_and_the_first_stream_ends_with_an_error() -> None:
     gate = threading.Semaphore(6)
     body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, **RESUMABLE}
     with serve(fake_runner(gate=gate)) as server, server.client() as client, server.client() as two:
@@ -292,6 +332,7 @@ def test_a_second_reader_takes_over_and_the_first_stream_ends_without_done() -> 
                 rest = [line for line in lines if line.startswith("data: ")]
                 gate.release(1000)
                 assert [line for line in other if line][-1] == "data: [DONE]"
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "taken_over"
         assert "data: [DONE]" not in rest
         server.wait_idle()
 
