@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,7 @@ class DirectWriter:
         self.on_lost: Callable[[], None] = _nothing
         self._batch = batch
         self._transport = transport
+        self._fd = _plain_socket(transport)
         self._is_lost = False
         self._pieces: list[bytes] = []
 
@@ -86,7 +88,25 @@ class DirectWriter:
         if pieces:
             self._pieces = []
             if not self._is_lost:
-                self._transport.write(self._framed(pieces))
+                self._send(self._framed(pieces))
+
+    def _send(self, data: bytes) -> None:
+        """Give it to the socket, and to the transport what the socket doesn't take: a tenth of
+        what a token costs is on the transport's way to the same system call.
+
+        The transport has nothing that would be overtaken, and isn't closing: the socket is its own
+        until it has said so.
+        """
+        transport, fd = self._transport, self._fd
+        if fd >= 0 and not transport.get_write_buffer_size() and not transport.is_closing():
+            try:
+                num_sent = os.write(fd, data)
+            except OSError:  # it is full, or broken: the transport finds out
+                num_sent = 0
+            if num_sent == len(data):
+                return
+            data = data[num_sent:]
+        transport.write(data)
 
     def _framed(self, pieces: list[bytes]) -> bytes:
         """As they stand on the wire."""
@@ -111,6 +131,15 @@ class DirectWriter:
     def release(self) -> None:
         """Its user is told nothing any more."""
         self.on_paused = self.on_resumed = self.on_lost = _nothing
+
+
+def _plain_socket(transport: asyncio.Transport) -> int:
+    """The number of the socket whose bytes are the transport's; -1 if there is none."""
+    socket = transport.get_extra_info("socket")
+    if socket is None or transport.get_extra_info("sslcontext") is not None:
+        return -1
+    number: int = socket.fileno()
+    return number
 
 
 class WritersProtocol(asyncio.Protocol):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from streamkv.server.direct_write import MAX_PIECES, DirectWriter, WriteBatch
 
@@ -16,6 +20,9 @@ class Transport:
     def __init__(self, *, is_broken: bool = False) -> None:
         self.written: list[bytes] = []
         self._is_broken = is_broken
+
+    def get_extra_info(self, name: str) -> None:
+        """It has no socket."""
 
     def write(self, data: bytes) -> None:
         if self._is_broken:
@@ -85,3 +92,75 @@ def test_a_connection_that_breaks_is_lost_and_the_others_are_served(
 
     asyncio.run(main())
     assert [record.message for record in caplog.records] == ["writing to a connection failed"]
+
+
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+
+
+async def connected() -> tuple[asyncio.Transport, socket.socket]:
+    """A transport over TCP, and the socket at the other end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = socket.create_connection(listener.getsockname())
+        mine, _ = listener.accept()
+    mine.setblocking(False)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_connection(asyncio.Protocol, sock=mine)
+    return transport, other
+
+
+@LOOPS
+def test_a_reader_who_falls_behind_gets_all_in_order(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Whether the socket took it, the transport, or each a part; and what others write between."""
+
+    async def main() -> None:
+        transport, other = await connected()
+        one, sent = writer(WriteBatch(), transport), bytearray()
+        with other:
+            for number in range(60):
+                piece = b"%d," % number * 40_000
+                if number % 7 == 3:
+                    transport.write(piece)
+                else:
+                    one.write(piece)
+                    one.flush()
+                sent += piece
+            assert transport.get_write_buffer_size() > 0, "the socket took all there was"
+            received = bytearray()
+            while len(received) < len(sent):
+                received += await asyncio.to_thread(other.recv, 1 << 16)
+            assert received == sent
+            transport.close()
+            assert await asyncio.to_thread(other.recv, 1) == b""
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+
+
+@LOOPS
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_nothing_is_written_to_who_gets_the_socket_of_a_closed_connection(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], end: str
+) -> None:
+    async def main() -> None:
+        transport, other = await connected()
+        one, number = writer(WriteBatch(), transport), transport.get_extra_info("socket").fileno()
+        with other:
+            getattr(transport, end)()
+            one.write(b"late")
+            one.flush()
+            await asyncio.sleep(0.01)  # until the transport has given its socket back
+            left, right = socket.socketpair()
+            with left, right:
+                assert number in (left.fileno(), right.fileno())
+                one.write(b"later")
+                with contextlib.suppress(RuntimeError):  # uvloop's transports mind
+                    one.flush()
+                for end_of_pair in (left, right):
+                    end_of_pair.setblocking(False)
+                    with pytest.raises(BlockingIOError):
+                        end_of_pair.recv(1)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
