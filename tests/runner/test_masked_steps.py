@@ -139,6 +139,8 @@ def test_steps_that_were_sent_ahead_wait_for_nothing_and_leave_the_row_as_it_was
         output = runner.step(step(ahead, [(0, position + ahead - 1, 1, Ask.SAMPLE)]))
         assert (numbers(output.sampled), numbers(output.deferred)) == ([0], [0])
         assert output.error == "" and output.duration_s < LONG
+    runner.masks.remove(slot)  # of a slot's masks none comes before one that was there
+    assert runner.masks.add() == slot
     tokens = []
     for index in range(NUM_TOKENS):
         publish(runner, slot, position + index)
