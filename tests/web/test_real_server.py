@@ -144,11 +144,14 @@ class CuttingProxy:
 
     @contextmanager
     def running(self) -> Iterator[CuttingProxy]:
-        threading.Thread(target=self._accept, daemon=True).start()
+        accepting = threading.Thread(target=self._accept, daemon=True)
+        accepting.start()
         try:
             yield self
         finally:
-            self._listener.close()
+            with self._listener:
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for the next
+                accepting.join()
             self.cut()
 
     def cut(self) -> None:
