@@ -18,7 +18,7 @@ from server.responses_client import (
     connected,
     converse,
 )
-from server.test_responses_resume import LONG, begin, lose, resume
+from server.test_responses_resume import LONG, begin, create_long, lose, resume
 
 from streamkv.server import response_lanes
 from streamkv.server.response_answer import SocketAnswer
@@ -139,11 +139,7 @@ def test_a_response_can_be_cancelled_and_granted_credits_with_its_resumption() -
 
         async def run() -> None:
             async with connected(server) as first:
-                ids = []
-                for lane in ("a", "b"):
-                    await first.create("hi", stream_id=lane, **LONG)
-                    created = await first.receive_until("response.created", lane=lane)
-                    ids.append(created.response.id)
+                ids = [await create_long(first, stream_id=lane) for lane in ("a", "b")]
                 await lose(server, first)
             async with connected(server) as second:
                 cancel = {"type": "response.cancel"}

@@ -32,13 +32,18 @@ def resume(response_id: str, after: int | None = None, **fields: Any) -> dict[st
     return event | fields
 
 
+async def create_long(socket: Socket, text: str = "hi", **fields: Any) -> str:
+    """A long response that was admitted."""
+    await socket.create(text, **LONG | fields)
+    created = await socket.receive_until("response.created", lane=fields.get("stream_id"))
+    return str(created.response.id)
+
+
 async def begin(socket: Socket, text: str = "one", **fields: Any) -> str:
     """A long response, of which some was read."""
-    await socket.create(text, **LONG | fields)
-    lane = fields.get("stream_id")
-    created = await socket.receive_until("response.created", lane=lane)
-    await socket.receive_until("response.output_text.delta", lane=lane)
-    return str(created.response.id)
+    response_id = await create_long(socket, text, **fields)
+    await socket.receive_until("response.output_text.delta", lane=fields.get("stream_id"))
+    return response_id
 
 
 async def lose(server: Server, socket: Socket) -> None:
@@ -108,11 +113,7 @@ def test_a_response_that_is_read_on_can_be_cancelled_and_steered() -> None:
 
         async def run() -> None:
             async with connected(server) as first:
-                ids = []
-                for lane in ("a", "b"):
-                    await first.create("hi", stream_id=lane, **LONG)
-                    created = await first.receive_until("response.created", lane=lane)
-                    ids.append(created.response.id)
+                ids = [await create_long(first, stream_id=lane) for lane in ("a", "b")]
                 gate.release(12)
                 for lane in ("a", "b"):
                     if not any(e.type.endswith("text.delta") for e in first.lane(lane)):
