@@ -336,18 +336,20 @@ def _all_of(sequence: Sequence) -> list[Sequence]:
 
 
 def run_machine(num_commands: int, *, shrinks: bool) -> Counter[str]:
-    """At least so many commands, mostly; returns what happened. What fails is printed as a program,
-    the shortest one found if it `shrinks`, which takes minutes."""
-    SchedulerMachine.seen.clear()
-    run_state_machine_as_test(
-        SchedulerMachine,
-        settings=settings(
-            max_examples=-(-num_commands // STEPS_PER_RUN) * 5 // 4,
-            stateful_step_count=STEPS_PER_RUN,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate, *([Phase.shrink] if shrinks else [])],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    return SchedulerMachine.seen.copy()
+    """At least so many commands; returns what happened. What fails is printed as a program, the
+    shortest one found if it `shrinks`, which takes minutes."""
+    seen = SchedulerMachine.seen
+    seen.clear()
+    while (num_left := num_commands - seen["commands"]) > 0:  # runs may end early
+        run_state_machine_as_test(
+            SchedulerMachine,
+            settings=settings(
+                max_examples=-(-num_left // STEPS_PER_RUN),
+                stateful_step_count=STEPS_PER_RUN,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate, *([Phase.shrink] if shrinks else [])],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    return seen.copy()
