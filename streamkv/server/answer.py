@@ -30,12 +30,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..engine.stream import TokenDelta, TokenStream
 from ..errors import InvalidRequestError, StreamkvError
 from .answer_types import PLAIN, SPENT, AnswerWriter, OnDisconnect, Outlet, Policy, taken_over
-from .deltas import MAX_PIECE_LEN, cut, has_one_delta, is_long
+from .deltas import MAX_PIECE_LEN
 from .event_log import Event, EventLog, LogBudget, not_kept
 from .generation import Generation, Source
+from .intake import Intake
 
 __all__ = [
     "PLAIN",
@@ -77,11 +77,7 @@ class Answer(Generation):
         self._outlet: Outlet | None = None
         self._cursor = 0  # the number of the next event for the outlet
         self._waiting: deque[Event] = deque()  # for the outlet, where there is no log
-        self._pieces: deque[TokenDelta] = deque()  # of the first of these, taken already
-        self._ready: dict[int, None] = {}  # prompts whose streams have something, in order
-        self._unfinished: set[int] = set()  # prompts whose last delta was not taken yet
-        self._running: list[int] = []  # prompts not known to have all their tokens
-        self._is_plain = False  # a turn brings one delta at most
+        self._intake = Intake()
         self._is_pumping = False
         self._turn: asyncio.Handle | None = None  # when it goes on, after others had theirs
         self._timer: asyncio.TimerHandle | None = None
@@ -102,9 +98,7 @@ class Answer(Generation):
             raise
         if self.is_paused:  # the reader has left meanwhile
             self._pause()
-        self._is_plain = all(has_one_delta(stream) for stream in self.streams)
-        self._running.extend(range(len(self.streams)))
-        self._unfinished.update(self._running)
+        self._intake.begin(self.streams)
         self._guard(lambda: self._emit(self._writer.begin(self.streams)))
         if len(self.streams) == 1:
             self.streams[0].subscribe(self._on_only_stream)
@@ -115,8 +109,7 @@ class Answer(Generation):
     def end(self) -> None:
         """No event is made any more. Idempotent."""
         self._stop_timer()
-        for waiting in (self._pieces, self._ready, self._running, self._unfinished):
-            waiting.clear()
+        self._intake.clear()
         super().end()
         self._writer = SPENT
         self._ended.set()
@@ -182,8 +175,7 @@ class Answer(Generation):
     def cancel(self) -> None:
         """End it soon, with what there is so far. Idempotent."""
         super().cancel()
-        if not self.is_ended and self._unfinished:
-            self._ready.update(dict.fromkeys(sorted(self._unfinished)))
+        if self._intake.add_all():
             self.pump()
 
     def _pause(self) -> None:
@@ -205,12 +197,12 @@ class Answer(Generation):
 
     def _on_only_stream(self) -> None:
         """As `_on_stream`; quick for a delta to a reader who has all before it."""
-        outlet = self._outlet
+        outlet, intake = self._outlet, self._intake
         if (
             outlet is None
             or self._is_pumping
             or self._cursor != self.num_events
-            or self._pieces
+            or intake.pieces
             or not outlet.is_open
         ):
             return self._on_stream(0)
@@ -220,7 +212,7 @@ class Answer(Generation):
             if delta is not None:
                 # `is_long`, written out: a call would be the tenth part of this.
                 if len(delta.text) > MAX_PIECE_LEN or len(delta.token_ids) > MAX_PIECE_LEN:
-                    delta = self._cut(delta)
+                    delta = intake.cut(delta)
                 events = self._writer.push(0, delta)
                 if len(events) == 1:
                     self._write(events[0], outlet)
@@ -230,13 +222,12 @@ class Answer(Generation):
             return self._fail(exc)
         finally:
             self._is_pumping = False
-        if delta is None or delta.finish_reason is not None or self._pieces or not self._is_plain:
+        if delta is None or delta.finish_reason is not None or intake.pieces or not intake.is_plain:
             self._on_stream(0)
 
     def _on_stream(self, prompt: int) -> None:
         """The engine has something for a prompt, or no more."""
-        if prompt in self._unfinished:
-            self._ready[prompt] = None
+        if self._intake.add(prompt):
             self.pump()
 
     def pump(self) -> None:
@@ -264,13 +255,12 @@ class Answer(Generation):
             self._fail(exc)
 
     def _pump(self) -> None:
-        num_left = TAKES_PER_TURN
+        intake, num_left = self._intake, TAKES_PER_TURN
         while num_left > 0 and self._flows():
-            prompt = next(iter(self._ready), None)
+            prompt = intake.first
             if prompt is None:
                 return
-            stream = self.streams[prompt]
-            delta = self._pieces.popleft() if self._pieces else self._take(stream)
+            delta = intake.take(prompt)
             if delta is not None:
                 num_left -= 1 + len(delta.logprobs)
                 num_left -= (len(delta.text) + len(delta.token_ids)) // LEN_PER_TAKE
@@ -278,47 +268,28 @@ class Answer(Generation):
                 continue
             self._see_end(prompt)
         self._see_ends()
-        if num_left <= 0 and self._ready:
+        if num_left <= 0 and intake.first is not None:
             self._pump_soon()
 
     def _see_ends(self) -> None:
         """At once, whatever room and turn are left: a writer that is done takes nothing in."""
-        while self._ready and not self._pieces:
-            prompt = next(iter(self._ready))
-            if not self.streams[prompt].done:
-                return
+        while (prompt := self._intake.first_ended()) is not None:
             self._see_end(prompt)
 
     def _see_end(self, prompt: int) -> None:
         """Nothing of a prompt is left to take, for now or for ever."""
-        del self._ready[prompt]
-        stream = self.streams[prompt]
+        stream = self._intake.pass_over(prompt)
         if stream.error is not None:
             self._fail(stream.error)
-        elif stream.done:
-            self._unfinished.discard(prompt)
-            if not self._unfinished:
-                self._emit(self._writer.end())
-                self._finish()
-
-    def _take(self, stream: TokenStream) -> TokenDelta | None:
-        """What it has next, or the first piece of it."""
-        delta = stream.take()
-        return self._cut(delta) if delta is not None and is_long(delta) else delta
-
-    def _cut(self, delta: TokenDelta) -> TokenDelta:
-        """Its first piece; the others wait."""
-        self._pieces.extend(cut(delta))
-        return self._pieces.popleft()
+        elif self._intake.is_done:
+            self._emit(self._writer.end())
+            self._finish()
 
     def _flows(self) -> bool:
         """Whether more may be taken now. First what was made before is written."""
         outlet = self._outlet
         if outlet is None:  # there is time, until all has come
-            running = self._running
-            while running and self.streams[running[-1]].finish_s is not None:
-                running.pop()
-            return not self.is_ended and not running
+            return not self.is_ended and self._intake.all_have_come()
         last = self._cursor + WRITES_PER_TURN
         while outlet.is_open and self._cursor < self.num_events:
             number = self._cursor
