@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -77,8 +78,10 @@ class Running(NamedTuple):
 class Lane:
     """Messages that are served one after the other; the first is the one being served."""
 
-    def __init__(self, stream_id: str | None) -> None:
+    def __init__(self, stream_id: str | None, on_running: Callable[[Lane], None]) -> None:
+        """`on_running`: called when another answer runs in it."""
         self.stream_id = stream_id
+        self.on_running = on_running
         self.queue: deque[Message] = deque()
         self.running: Running | None = None
         self.is_cancelled = False  # what is being served, whatever of it runs

@@ -40,6 +40,7 @@ from .auth import accepted_subprotocol
 from .request_fields import Name
 from .response_lane import Create, Resume, requested_id
 from .response_lanes import Lanes
+from .response_turns import write_error
 from .wire import decode_body, engine_of, server_config
 from .ws_outlet import SocketWriter
 from .ws_protocol import MESSAGE_TOO_BIG
@@ -134,7 +135,7 @@ class ResponsesSocket:
             stream_id = event.stream_id
             self._dispatch(event, text, num_bytes)
         except Exception as error:
-            self._lanes.send_error(error, stream_id)
+            write_error(self._writer, error, stream_id)
 
     def _dispatch(self, event: ClientEvent, text: str, num_bytes: int) -> None:
         match event.type:
