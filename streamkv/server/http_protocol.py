@@ -10,21 +10,21 @@ HTTP/1.0. Knows nothing about endpoints. Invariants:
   is read besides a body is bounded.
 - A request that doesn't come ends its connection: a head has HEAD_S in all, a body STALL_S for each
   of its pieces.
-- A connection goes on only behind a request that was read to its end. What is left of a small body
-  that nobody asked for is read before the answer, which its sender would not see otherwise: a
-  connection that is closed with something unread is reset.
+- A connection goes on only behind a request that was read to its end. Otherwise its end comes in
+  two steps (RFC 9112, 9.6): a connection that is closed with something unread is reset, which may
+  take the answer with it. So the client is told that nothing more comes, and what it sends is read
+  and thrown away until it closes too, for LINGER_S at most.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -37,8 +37,7 @@ from .wire import encode, http_error_body
 MAX_HEAD_BYTES = 64 * 1024  # and what one read brings with its end
 HEAD_S = 30.0  # from the connection, or from the first byte behind a request
 STALL_S = 30.0  # between two pieces of a body
-MAX_SKIPPED_BYTES = 64 * 1024  # of a body that nobody asked for
-SKIP_S = 1.0  # for them to come
+LINGER_S = 2.0  # from the end of an answer
 _ENDLESS_BYTES = 1 << 62
 
 
@@ -51,7 +50,7 @@ class BodyWriter(DirectWriter):
     pieces, `finish`, and an empty last piece by `send`."""
 
     def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
-        super().__init__(batch_of(protocol.config), cycle.transport)
+        super().__init__(batch_of(protocol.config), protocol.transport)
         self._protocol = protocol
         self._cycle = cycle
         self._is_chunked = cycle.scope["http_version"] != "1.0"
@@ -59,7 +58,8 @@ class BodyWriter(DirectWriter):
     def begin(self) -> None:
         """The head comes next."""
         self._protocol.writer = self
-        self.is_writable = not self._cycle.flow.write_paused and not self._cycle.disconnected
+        self._is_lost = self._cycle.disconnected
+        self.is_writable = not self._cycle.flow.write_paused and not self._is_lost
         if not self._is_chunked:  # the end of the connection is that of the body
             self._cycle.chunked_encoding = False
             self._cycle.expected_content_length = _ENDLESS_BYTES
@@ -82,6 +82,15 @@ def _chunk_head(num: int) -> bytes:
     return b"%x\r\n" % num
 
 
+class _Connection:
+    """What a request and its answer have of the connection: how it ends is the protocol's."""
+
+    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = end
+
+
 class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     """uvicorn's, whose requests offer a BodyWriter."""
 
@@ -89,10 +98,6 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     _keeps_alive = False  # as the present request asks for, once it is whole
     _num_head_bytes = 0  # of a head that isn't whole; or of what follows a body but ends nothing
     _deadline: asyncio.TimerHandle | None = None  # of what the client has yet to send
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.app = self._skipping_bodies(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -178,6 +183,7 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
         if self.cycle is before:
             return  # it becomes a WebSocket
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self.cycle.transport = cast(asyncio.Transport, _Connection(self.transport, self._end))
         if scope["method"] != "HEAD":  # and its task has not run yet
             scope["extensions"] = {WRITE: BodyWriter(self, self.cycle)}
 
@@ -200,21 +206,6 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
             self.cycle.keep_alive = False
             return
         self._refuse(status, message)
-
-    def _skipping_bodies(self, app: ASGIApp) -> ASGIApp:
-        """The application, before whose answers the rest of a small body is read."""
-
-        async def skipping(scope: Scope, receive: Receive, send: Send) -> None:
-            cycle = self.cycle  # the task's own: there is one at a time
-
-            async def send_behind_body(message: Message) -> None:
-                if cycle.more_body and not cycle.response_started:
-                    await _skip_body(cycle)
-                await send(message)
-
-            await app(scope, receive, send_behind_body)
-
-        return skipping
 
     def _wait(self, limit_s: float) -> None:
         """For the client to send the rest of a head, or more of a body."""
@@ -239,16 +230,25 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
         body = encode(http_error_body(status, message))
         head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
         self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
-        self.transport.close()
+        if self._is_answering:  # by this
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._is_last = True
+        self._end()
 
+    def _end(self) -> None:
+        """Nothing more is sent. If something may be unread, the client closes first."""
+        is_read = not (self._is_last or self.cycle.more_body)
+        if is_read or self.transport.is_closing() or not self.transport.can_write_eof():
+            return self.transport.close()
+        self._is_last = True
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger()
 
-async def _skip_body(cycle: RequestResponseCycle) -> None:
-    """Read what is left of a small body; of one that does not end in time, some."""
-    if cycle.waiting_for_100_continue:
-        return  # it isn't sent
-    num_left = MAX_SKIPPED_BYTES
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(SKIP_S):
-            while cycle.more_body and not cycle.disconnected and num_left > 0:
-                message: Any = await cycle.receive()
-                num_left -= len(message.get("body", b""))
+    def _linger(self) -> None:
+        """Until the client has been sent everything, and some time to close."""
+        self._wait_no_more()
+        is_sent = not self.transport.get_write_buffer_size()
+        then = self.transport.close if is_sent else self._linger
+        self._deadline = self.loop.call_later(LINGER_S, then)

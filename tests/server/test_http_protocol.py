@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
-from server.harness import fake_runner, serve
+from server.harness import DEADLINE_S, fake_runner, serve
 from server.raw_client import NEXT, RESPONSES, TEXT, UPGRADE, Client, Device, Gate
 
 from streamkv.server import http_protocol, sse
@@ -70,13 +71,15 @@ HEADER = b"X-Some: " + b"x" * 1000 + b"\r\n"
     ],
     ids=["headers", "header", "path", "trailers", "chunk"],
 )
-def test_a_head_without_end_is_refused(device: Device, begin: bytes, more: bytes) -> None:
+def test_a_head_without_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: Device, begin: bytes, more: bytes
+) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.05)
     client = device.client("bytes", data=begin)
-    num_sent = 0
+    deadline_s = time.monotonic() + DEADLINE_S
     with pytest.raises(OSError):
-        while num_sent < 100 * http_protocol.MAX_HEAD_BYTES:
+        while time.monotonic() < deadline_s:
             client.socket.sendall(more)
-            num_sent += len(more)
     device.wait_idle()
 
 
@@ -136,36 +139,61 @@ def test_who_has_sent_a_request_has_no_deadline(device: Device, request_: bytes)
 
 
 @pytest.mark.parametrize("method", [b"POST /v1/completions", b"POST /v1/nothing"])
-@pytest.mark.parametrize("size", [b"5", b"9999999"])
-def test_who_is_refused_before_the_body_is_read_is_told_so_and_sends_no_more(
-    monkeypatch: pytest.MonkeyPatch, method: bytes, size: bytes
+@pytest.mark.parametrize("length", [b"5", b"9999999"])
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+def test_who_is_refused_before_the_body_is_read_is_told_so(
+    closed: Device, method: bytes, length: bytes, expect: bytes
 ) -> None:
-    monkeypatch.setattr(http_protocol, "SKIP_S", 0.01)
-    with serve(api_key=["secret"]) as server:
-        head = method + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + size + b"\r\n\r\n"
-        client = Client(server, "bytes", data=head + b"{")
-        received = client.socket.makefile("rb").read()
-        assert received.startswith(b"HTTP/1.1 401") and b"\r\nconnection: close" in received
-        client.leave()
+    head = method + b" HTTP/1.1\r\nHost: localhost\r\n" + expect
+    client = closed.client("bytes", data=head + b"Content-Length: " + length + b"\r\n\r\n")
+    received = client.socket.makefile("rb").read()
+    assert received.startswith(b"HTTP/1.1 401") and b"\r\nconnection: close" in received
+    client.leave()
+    closed.wait_idle()
 
 
-def test_a_small_body_is_taken_before_a_refusal_and_the_connection_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http_protocol, "SKIP_S", 1000.0)
+@pytest.fixture(scope="module")
+def closed() -> Iterator[Device]:
+    """A server that wants a key."""
     with serve(api_key=["secret"]) as server:
-        device = Device(server, Gate())
-        client = device.client("bytes", data=POST + b"Content-Length: 5\r\n\r\n{")
-        device.wait_read()
-        client.socket.sendall(b"1234")
-        head = client.receive_until(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 401") and b"connection: close" not in head
-        client.socket.sendall(NEXT)
-        assert client.receive_until(b"ok").count(b"HTTP/1.1 200 OK") == 1
-        expecting = POST + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n"
-        refused = device.client("bytes", data=expecting).socket.makefile("rb").read()
-        assert refused.startswith(b"HTTP/1.1 401") and b"\r\nconnection: close" in refused
-        device.wait_idle()
+        yield Device(server, Gate())
+
+
+MORE = b"x" * 20_000_000  # more than there is room for on the way
+
+
+def test_who_sends_a_whole_body_first_reads_why_it_was_refused(closed: Device) -> None:
+    client = closed.client("bytes", data=POST + b"Content-Length: %d\r\n\r\n{" % (len(MORE) + 1))
+    closed.wait_read()
+    client.socket.sendall(MORE)
+    assert client.socket.makefile("rb").read().startswith(b"HTTP/1.1 401")
+    client.leave()
+    closed.wait_idle()
+
+
+def test_what_was_sent_ahead_takes_nothing_from_the_answer(device: Device) -> None:
+    body = json.dumps({"tokens": [5] * 1_000_000}).encode()
+    head = b"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    client = device.client("bytes", data=head + body + NEXT)
+    sender = threading.Thread(target=client.socket.sendall, args=(MORE,))
+    sender.start()
+    head, _, answer = client.socket.makefile("rb").read().partition(b"\r\n\r\n")
+    sender.join()
+    assert head.startswith(b"HTTP/1.1 200 OK") and b"connection: close" in head
+    assert f"content-length: {len(answer)}".encode() in head and len(answer) > 1_000_000
+    client.leave()
+    device.wait_idle()
+
+
+def test_who_does_not_close_is_waited_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.05)
+    client = device.client("bytes", data=b"no HTTP\r\n\r\n")
+    connections = device.server.serving.server_state.connections
+    assert client.socket.makefile("rb").read().startswith(b"HTTP/1.1 400")
+    port = client.socket.getsockname()[1]
+    device.wait(lambda: all(getattr(one, "client", ("", 0))[1] != port for one in connections))
 
 
 @pytest.mark.parametrize("path", ["/v1/streams/resp_it", "/v1/responses/resp_it?stream=true"])
