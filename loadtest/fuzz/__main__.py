@@ -50,9 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--deadline-s",
         type=positive,
-        default=30.0,
+        default=120.0,
         metavar="S",
-        help="for any one answer (default: %(default)s)",
+        help="for any one answer, which may fill the context (default: %(default)s)",
     )
     add(
         "--rest-s",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections import Counter
 from typing import Any
 
@@ -20,6 +21,7 @@ from .http import Offence, Target, hang_up
 LANE = "lane"  # what cases name theirs, if they name one in earnest
 _PATIENCE_S = 0.5  # with responses that wait for their client, which a case may ask for
 _MAX_BATCHES = 100  # on one connection
+_MAX_IDLE_S = 5.0  # between two of them nobody reads, and no ping is answered
 
 
 class Conversation:
@@ -30,6 +32,7 @@ class Conversation:
         self._outcomes = outcomes
         self._socket: Socket | None = None
         self._num_batches = 0
+        self._read_s = 0.0  # when that was last done
         self._numbers = itertools.count()
         self._open_ids: set[str] = set()  # of responses that run
         self._marks: set[str] = set()  # what was sent to be answered by an error
@@ -41,7 +44,8 @@ class Conversation:
 
     async def talk(self, data: bytes) -> None:
         """Send frames, and follow the events until all of them are dealt with."""
-        if self._num_batches >= _MAX_BATCHES:
+        is_idle = time.monotonic() - self._read_s > _MAX_IDLE_S
+        if is_idle or self._num_batches >= _MAX_BATCHES:
             await self.drop()
         if self._socket is None:
             self._socket = await Socket.open(self._target)
@@ -60,6 +64,7 @@ class Conversation:
         except TimeoutError:
             self._outcomes["never ended"] += 1
             await self.drop()
+        self._read_s = time.monotonic()
 
     def _mark(self, event: dict[str, str], field: str, before: bytes = b"") -> None:
         """Send what will be an error that has a new name in it."""

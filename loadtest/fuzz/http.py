@@ -50,7 +50,7 @@ class Target:
             async with asyncio.timeout(self.deadline_s):
                 return await what
         except TimeoutError:
-            raise Offence(f"nothing within {self.deadline_s:g} s") from None
+            raise Offence(f"no end within {self.deadline_s:g} s") from None
 
     def head(self, method: str, path: str, *headers: tuple[str, str]) -> bytes:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.authority}"]

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +19,10 @@ from server.harness import VOCAB_SIZE, Server, fake_runner, serve
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loadtest.fuzz import conversation
 from loadtest.fuzz.__main__ import build_parser, run
 from loadtest.fuzz.cases import make_case
+from loadtest.fuzz.conversation import Conversation
 from loadtest.fuzz.http import Target
 from loadtest.fuzz.run import Result, check_rest
 from loadtest.stream import RequestFailed
@@ -48,6 +50,24 @@ def test_whatever_comes_is_answered_in_shape_and_nothing_is_held() -> None:
     }
     seen = {*map(str, (101, 200, 400, 403, 404, 405)), "close 1002", "close 1007", "close 1009"}
     assert seen | {"response.incomplete", "error event 400", "hung up"} <= set(result.outcomes)
+
+
+def test_a_socket_that_nobody_read_for_long_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(url: str) -> tuple[Any, Any, Any]:
+        talks = Conversation(Target(url, "none", 10.0), Counter())
+        sockets = []
+        for limit_s in (10.0, 10.0, 0.0):
+            monkeypatch.setattr(conversation, "_MAX_IDLE_S", limit_s)
+            await talks.talk(b"")
+            sockets.append(talks._socket)
+        await talks.drop()
+        return tuple(sockets)
+
+    with serve() as server:
+        first, second, third = asyncio.run(main(server.url))
+        assert first is second is not third
 
 
 def test_the_same_seed_and_number_make_the_same_case() -> None:
@@ -146,7 +166,7 @@ async def never_answers_deletes(app: ASGIApp, scope: Scope, receive: Receive, se
         (rewriting(b'"logprobs":null', b'"logprobs":NaN '), "NaN is no JSON", "/v1/"),
         (rewriting(b"[DONE]", b'"done"'), "expected", '"stream":true'),
         (dies_of_an_event, "expected the connection to stay open", "WebSocket frames"),
-        (never_answers_deletes, "nothing within 0.5 s", "DELETE"),
+        (never_answers_deletes, "no end within 0.5 s", "DELETE"),
     ],
     ids=["500", "shape", "broken JSON", "NaN", "no end", "a dead socket", "no answer"],
 )
