@@ -18,7 +18,7 @@ import msgspec
 from llguidance import LLMatcher, gbnf_to_lark
 
 from ..structured import StructuredOutputs
-from .schema_bounds import check_bounds
+from .json_schema import check_bounds, without_hints
 from .structural_tags import structural_tag_lark
 
 if TYPE_CHECKING:
@@ -106,11 +106,16 @@ def _json(schema: str, options: JsonCompileOptions) -> str:
     if schema.strip() == "true":
         schema = "{}"
     source = str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
-    check_bounds(_decode(schema))  # JSON, now that the library has read it
-    return source
+    decoded = _decode(schema)  # JSON, now that the library has read it
+    check_bounds(decoded)
+    plain = without_hints(decoded)
+    if plain is decoded:
+        return source
+    return str(LLMatcher.grammar_from_json_schema(_encode(plain).decode(), overrides=options))
 
 
 _decode = msgspec.json.Decoder(float_hook=Decimal).decode
+_encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
 def _without_additional_properties(schema: str) -> str:

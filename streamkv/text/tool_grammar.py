@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..errors import InvalidRequestError
 from .json_calls import HERMES_CLOSE, HERMES_OPEN, MISTRAL_ARGS, MISTRAL_MARK
+from .json_schema import check_bounds, without_hints
 from .reasoning import ReasoningFormat
-from .schema_bounds import check_bounds
 
 _SPACES = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -221,7 +221,7 @@ def _tool(tool: Any, param: str) -> Tool | None:
         raise InvalidRequestError(
             f"{param}.parameters: {error}", param=f"{param}.parameters"
         ) from None
-    return found._replace(parameters={**parameters, "type": "object"})
+    return found._replace(parameters={**without_hints(parameters), "type": "object"})
 
 
 def _within(schema: Mapping[str, Any], value: Any) -> Any:

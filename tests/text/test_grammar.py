@@ -362,7 +362,7 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer_gets_none_of_the_others():
         ({"json": {"not": {}}}, "not"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"if": {}, "then": {}}}, "if"),
-        ({"json": {"type": "string", "format": "zip"}}, "format: zip"),
+        ({"json": {"type": "string", "format": "uri-template"}}, "format: uri-template"),
         ({"json": {"type": "text"}}, "type: text"),
         ({"json": {"$ref": "http://a/b"}}, "http://a/b"),
         ({"json": {"$ref": "#/x"}}, "/x"),

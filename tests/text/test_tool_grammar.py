@@ -212,7 +212,7 @@ def test_tools_that_no_grammar_can_be_made_of_are_refused_by_their_place(
 
 def test_a_schema_of_a_tool_that_is_not_strict_may_have_keywords_that_are_not_known() -> None:
     tokenizer = tokenizer_with(*TEMPLATES["hermes"])
-    parameters = {"properties": {"a": {"type": "string", "format": "colour"}}}
+    parameters = {"properties": {"a": {"type": "string", "format": "regex"}}}
     function = {"name": "f", "parameters": parameters}
     tokens = LLTokenizer(tokenizer._backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=END)
     for is_strict in (False, True):

@@ -1,7 +1,9 @@
-"""Bounds of numbers in a JSON Schema that llguidance would widen.
+"""What of a JSON Schema is seen to before llguidance reads it.
 
-Owns which those are. Knows no grammars. Invariant: with the bounds that pass, a number that the
-library's grammar admits is within the schema's own.
+Owns which bounds of numbers it would widen, and which formats mean nothing. Knows no grammars.
+Invariants: with the bounds that pass, a number that the library's grammar admits is within the
+schema's own; a format that JSON Schema doesn't know restricts nothing (2020-12, Validation, 7.2.3),
+and one that it knows stays.
 
 The library reads a bound as a double, and as a 64-bit integer where integers are bounded: one
 beyond is taken for the nearest there is. That makes some bounds narrower, which does no harm
@@ -10,6 +12,7 @@ beyond is taken for the nearest there is. That makes some bounds narrower, which
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -20,6 +23,30 @@ _INT64 = 1 << 63
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
+
+
+# Of all versions. Others are hints for programs: "binary", "password", "int32", …
+_FORMATS = frozenset(
+    "date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uuid "
+    "uri uri-reference iri iri-reference uri-template json-pointer relative-json-pointer regex "
+    "ip-address host-name color phone style utc-millisec".split()
+)
+
+
+def without_hints(schema: Any) -> Any:
+    """Without formats that JSON Schema doesn't know: itself, if it has none."""
+    if not any(map(_is_hinted, _schemas(schema))):
+        return schema
+    schema = copy.deepcopy(schema)
+    for one in _schemas(schema):
+        if isinstance(one, dict) and _is_hinted(one):
+            del one["format"]
+    return schema
+
+
+def _is_hinted(schema: Mapping[str, Any]) -> bool:
+    value = schema.get("format")
+    return isinstance(value, str) and value not in _FORMATS
 
 
 def check_bounds(schema: Any) -> None:

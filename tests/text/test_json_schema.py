@@ -1,4 +1,5 @@
-"""Bounds of numbers: what the library's grammar admits is within them, or they are refused."""
+"""What is seen to before the library reads a schema: bounds of numbers, which hold or are refused,
+and formats that mean nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from streamkv.structured import StructuredOutputs
 from streamkv.text.grammar import GrammarCompiler
 from streamkv.text.grammar_source import GrammarError, grammar_source
 from streamkv.text.grammar_tokens import Greedy, Vocabulary, build_tokenizer
-from streamkv.text.schema_bounds import check_bounds
+from streamkv.text.json_schema import check_bounds, without_hints
 from streamkv.text.tool_grammar import read_tools
 
 BYTES = Vocabulary([bytes([i]) for i in range(256)] + [b""], [], [256])
@@ -101,3 +102,48 @@ def test_wherever_a_bound_stands_it_is_looked_at(schema: dict[str, Any]) -> None
     function = {"name": "f", "parameters": {**schema, "type": "object"}}
     with pytest.raises(InvalidRequestError, match=r"^tools\[0\]\.function\.parameters: minimum"):
         read_tools([{"type": "function", "function": function}])
+
+
+# --- formats ----------------------------------------------------------------------------------
+
+HINTS = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "format": "path", "maxLength": 9},
+        "format": {"enum": [{"format": "x"}]},
+        "when": {"type": "string", "format": "date"},
+        "big": {"type": "number", "format": "double", "maximum": 1e300, "minimum": 0.1},
+        "list": {"items": {"$ref": "#/$defs/secret"}},
+    },
+    "$defs": {"secret": {"anyOf": [{"type": "string", "format": "password"}, {"const": 1}]}},
+}
+
+
+def test_formats_that_json_schema_does_not_know_restrict_nothing() -> None:
+    plain = without_hints(HINTS)
+    assert HINTS["properties"]["path"]["format"] == "path"
+    assert plain["properties"]["path"] == {"type": "string", "maxLength": 9}
+    assert plain["properties"]["format"] == HINTS["properties"]["format"]
+    assert plain["properties"]["when"]["format"] == "date"
+    assert plain["$defs"]["secret"]["anyOf"][0] == {"type": "string"}
+    assert without_hints(plain) is plain
+
+
+@pytest.mark.parametrize("where", ["json", "structural_tag", "tool"])
+def test_a_schema_with_such_formats_is_followed_but_for_them(where: str) -> None:
+    without = json.loads(json.dumps(HINTS))
+    del without["properties"]["path"]["format"], without["properties"]["big"]["format"]
+    del without["$defs"]["secret"]["anyOf"][0]["format"]
+    assert _source(where, HINTS) == _source(where, without)
+
+
+def _source(where: str, schema: dict[str, Any]) -> Any:
+    if where == "tool":
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+        return read_tools([tool])[0].parameters
+    if where == "json":
+        return json.loads(grammar_source(StructuredOutputs(json=json.dumps(schema)), ()))
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
+    text = json.dumps({"type": "structural_tag", "format": tag})
+    return grammar_source(StructuredOutputs(structural_tag=text), ())
