@@ -40,24 +40,49 @@ REQUEST_ID_PATTERN = r"^(?!\.+\Z)[A-Za-z0-9._~:=+@-]+\Z"
 
 # Known sampling and serving options of the OpenAI API and its extensions that are not honoured
 # here, for the endpoints' own tables to build on.
+# What vLLM, SGLang, TGI, llama.cpp and their clients call what would change an answer.
 SAMPLING_NOT_HONOURED: NotHonoured = {
-    "ebnf": (),  # other servers' names of what is in structured_outputs here
+    "adapter_id": (),
+    "custom_logit_processor": (),
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "ebnf": (),
     "grammar": ("",),
+    "input_embeds": (),
     "json_schema": (),
     "kv_transfer_params": (),
     "logits_processors": ([],),
     "logprob_token_ids": (),
+    "lora": ([],),
     "lora_path": (),
-    "n_predict": (-1,),  # and of max_tokens
+    "max_thinking_tokens": (),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "no_stop_trim": (False,),
     "regex": (),
-    "repeat_penalty": (1, 1.0),  # and of repetition_penalty
+    "repeat_penalty": (1, 1.0),
     "repetition_detection": (),
     "return_hidden_states": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "session_params": ({},),
+    "smoothing_factor": (0, 0.0),
+    "stop_regex": ([],),
     "stream_interval": (1,),
+    "t_max_predict_ms": (0, -1),
+    "tfs": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "thinking_budget_tokens": (-1,),
     "thinking_token_budget": (),
+    "top_a": (0, 0.0),
+    "top_n_sigma": (0, 0.0, -1, -1.0),
     "truncation_side": ("left",),
     "typical_p": (1, 1.0),
     "vllm_xargs": ({},),
+    "watermark": (False,),
+    "xtc_probability": (0, 0.0),
 }
 
 _STRUCTURED = "structured_outputs says what an answer is to match"
@@ -66,6 +91,8 @@ SAMPLING_ADVICE: Advice = {
     "grammar": _STRUCTURED,
     "json_schema": _STRUCTURED,
     "n_predict": "send max_tokens",
+    "n_probs": "send logprobs",
+    "no_stop_trim": "send include_stop_str_in_output",
     "regex": _STRUCTURED,
     "repeat_penalty": "send repetition_penalty",
 }

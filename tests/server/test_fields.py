@@ -133,6 +133,33 @@ REFUSED: dict[str, dict[str, Any]] = {
         "vllm_xargs": {"a": 1},
     },
 }
+# Of other servers: what it means that they are off, and on.
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "adapter_id": (None, "a"),
+    "custom_logit_processor": (None, "x"),
+    "dry_multiplier": (0.0, 0.8),
+    "dynatemp_range": (0, 0.5),
+    "input_embeds": (None, [[0.1]]),
+    "lora": ([], [{"id": 0, "scale": 1}]),
+    "max_thinking_tokens": (None, 5),
+    "mirostat": (0, 2),
+    "mirostat_mode": (0, 1),
+    "n_probs": (0, 3),
+    "no_stop_trim": (False, True),
+    "return_prompt_text": (False, True),
+    "return_token_offsets": (False, True),
+    "session_params": ({}, {"id": "s"}),
+    "smoothing_factor": (0.0, 0.2),
+    "stop_regex": ([], "a+"),
+    "t_max_predict_ms": (-1, 100),
+    "tfs": (1, 0.9),
+    "tfs_z": (1.0, 0.9),
+    "thinking_budget_tokens": (-1, 5),
+    "top_a": (0, 0.2),
+    "top_n_sigma": (-1, 1.5),
+    "watermark": (False, True),
+    "xtc_probability": (0, 0.5),
+}
 NEEDS: dict[str, dict[str, Any]] = {  # what stands beside a field for it to make sense
     "return_progress": {"stream": True},
     "stream_options": {"stream": True},
@@ -163,6 +190,19 @@ def typed(path: str) -> set[str]:
         params = getattr(module, f"CompletionCreateParams{kind}")
         names |= set(typing.get_type_hints(params, vars(module)))
     return names
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+def test_what_only_other_servers_do_is_refused_by_name_unless_it_is_off(
+    server: Server, path: str
+) -> None:
+    body = minimal(path) if path != "/v1/responses" else {"input": "hi", "max_output_tokens": 2}
+    with server.client() as client:
+        off = {name: values[0] for name, values in OTHERS.items()}
+        assert client.post(path, json=body | off).status_code == 200
+        for name, (_, on) in OTHERS.items():
+            answer = client.post(path, json=body | {name: on})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
