@@ -24,7 +24,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
-from .arguments import at_least, folder, positive, server_url
+from .arguments import (
+    COUNTED,
+    add_model,
+    add_rounds,
+    add_server,
+    at_least,
+    folder,
+    new_parser,
+    positive,
+    server_url,
+)
 from .failures import named
 from .loops import Send, closed_loop, open_loop
 from .sse_client import stream_sse
@@ -60,14 +70,9 @@ class Load(NamedTuple):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("loadtest", __doc__)
     add = parser.add_argument
-    counted: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-    add("--url", type=server_url, default="http://127.0.0.1:8000", help="the server")
+    add_server(parser)
     add(
         "--compare",
         type=server_url,
@@ -75,25 +80,24 @@ def build_parser() -> argparse.ArgumentParser:
         help="a second server, loaded in turns with the first",
     )
     add("--api", choices=("completions", "chat", "responses-ws"), default="completions")
-    add("--api-key", default="none")
-    add("--model", help="model id to ask for (default: left out)")
+    add_model(parser)
     add("--workload", choices=tuple(WORKLOADS), default="stream")
-    add("--input-len", **counted, help="tokens (completions) or words (others) in a prompt")
-    add("--output-len", **counted, help="tokens generated for each request")
+    add("--input-len", **COUNTED, help="tokens (completions) or words (others) in a prompt")
+    add("--output-len", **COUNTED, help="tokens generated for each request")
     add(
         "--shared-len",
         type=at_least(0),
         metavar="N",
         help="of the input: the same in all prompts of a round",
     )
-    add("--vocab-size", **counted, default=20000, help="prompts of tokens have ids below it")
-    add("--concurrency", **counted, nargs="+", default=[1, 8, 32], help="closed loop: streams")
+    add("--vocab-size", **COUNTED, default=20000, help="prompts of tokens have ids below it")
+    add("--concurrency", **COUNTED, nargs="+", default=[1, 8, 32], help="closed loop: streams")
     add(
         "--rate", type=positive, metavar="X", nargs="+", help="open loop instead: requests a second"
     )
-    add("--requests", **counted, help="a round (default: two a stream, or 32)")
-    add("--connections", **counted, help="WebSockets (default: one a stream)")
-    add("--rounds", **counted, default=3, help="medians are taken over rounds")
+    add("--requests", **COUNTED, help="a round (default: two a stream, or 32)")
+    add("--connections", **COUNTED, help="WebSockets (default: one a stream)")
+    add_rounds(parser)
     add(
         "--warmup",
         type=at_least(0),
@@ -103,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--seed", default="", help="of the prompts (default: new in each run)")
     add("--transformers", type=folder, metavar="FOLDER", help="the model in Hugging Face format")
-    add("--transformers-requests", **counted, default=2, help="a round")
+    add("--transformers-requests", **COUNTED, default=2, help="a round")
     return parser
 
 

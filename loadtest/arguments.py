@@ -1,4 +1,5 @@
-"""Types of options. Each says what it expected."""
+"""What the commands' options have in common, and types of options, each of which says what it
+expected."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 
@@ -51,3 +53,34 @@ def folder(text: str) -> Path:
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"folder not found: {text}")
     return Path(text)
+
+
+COUNTED: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
+
+
+def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", type=server_url, default="http://127.0.0.1:8000", help="the server"
+    )
+    parser.add_argument("--api-key", default="none")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="model id to ask for (default: left out)")
+
+
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rounds",
+        **COUNTED,
+        default=3,
+        help="medians are taken over rounds (default: %(default)s)",
+    )

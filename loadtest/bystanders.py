@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from .arguments import at_least, server_url
+from .arguments import COUNTED, add_model, add_rounds, add_server, new_parser
 from .failures import named
 from .sse_client import stream_sse
 from .stream import RequestFailed, Stream, percentile, rounded
@@ -53,20 +53,14 @@ BESIDE: dict[str, dict[str, Any] | None] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.bystanders",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("loadtest.bystanders", __doc__)
     add = parser.add_argument
-    counted: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-    add("--url", type=server_url, default="http://127.0.0.1:8000", help="the server")
-    add("--api-key", default="none")
-    add("--model", help="model id to ask for (default: left out)")
-    add("--streams", **counted, default=4, help="plain ones, which are measured")
-    add("--beside", **counted, default=16, help="answers beside them")
-    add("--output-len", **counted, default=128, help="tokens of each plain stream")
-    add("--rounds", **counted, default=3, help="medians are taken over rounds")
+    add_server(parser)
+    add_model(parser)
+    add("--streams", **COUNTED, default=4, help="plain ones, which are measured")
+    add("--beside", **COUNTED, default=16, help="answers beside them")
+    add("--output-len", **COUNTED, default=128, help="tokens of each plain stream")
+    add_rounds(parser)
     return parser
 
 

@@ -20,9 +20,8 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from .arguments import at_least, server_url
+from .arguments import COUNTED, add_model, add_rounds, add_server, new_parser
 from .face_client import APIS, Counter, run_streams
 from .failures import named
 from .stream import RequestFailed, rounded
@@ -31,22 +30,16 @@ SHOWN = ("us_per_token", "us_per_token_all", "us_per_event", "tokens_per_s", "cp
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.face",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("loadtest.face", __doc__)
     add = parser.add_argument
-    counted: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-    add("--url", type=server_url, default="http://127.0.0.1:8000", help="the server")
-    add("--pid", **counted, action="append", help="its process; repeat for several", required=True)
+    add_server(parser)
+    add("--pid", **COUNTED, action="append", help="its process; repeat for several", required=True)
     add("--api", choices=tuple(APIS), action="append", help="repeat for several (default: all)")
-    add("--api-key", default="none")
-    add("--model", help="model id to ask for (default: left out)")
-    add("--streams", **counted, default=256, help="at once")
-    add("--connections", **counted, help="WebSockets (default: one a stream)")
-    add("--output-len", **counted, default=512, help="tokens of each stream")
-    add("--rounds", **counted, default=3, help="medians are taken over rounds")
+    add_model(parser)
+    add("--streams", **COUNTED, default=256, help="at once")
+    add("--connections", **COUNTED, help="WebSockets (default: one a stream)")
+    add("--output-len", **COUNTED, default=512, help="tokens of each stream")
+    add_rounds(parser)
     return parser
 
 

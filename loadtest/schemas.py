@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .arguments import at_least, folder, positive, server_url
+from .arguments import COUNTED, add_model, add_server, folder, new_parser, positive
 from .failures import named
 from .fuzz.check import strict_json
 from .fuzz.http import Answer, Ask, Gone, Offence, Target, hang_up, read_answer
@@ -114,7 +114,12 @@ class Client:
     """One connection after another. `verdicts` gets what the answers were."""
 
     def __init__(
-        self, target: Target, model: str, max_tokens: int, validate: Validate, verdicts: Verdicts
+        self,
+        target: Target,
+        model: str | None,
+        max_tokens: int,
+        validate: Validate,
+        verdicts: Verdicts,
     ) -> None:
         self._target = target
         self._model = model
@@ -190,23 +195,17 @@ async def ask_all(client: Client, schemas: Sequence[Schema], seeds: int, concurr
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.schemas",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("loadtest.schemas", __doc__)
     add = parser.add_argument
-    counted: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-    add("--url", type=server_url, default="http://127.0.0.1:8000", help="the server")
+    add_server(parser)
     add("--suite", type=folder, required=True, metavar="FOLDER", help="has tests/DRAFT/*.json")
     add("--draft", choices=tuple(DRAFTS), nargs="+", default=tuple(DRAFTS))
     add("--only", default="", metavar="NAME", help="files whose name has this")
-    add("--seeds", **counted, default=3, help="answers of each schema (default: %(default)s)")
-    add("--max-tokens", **counted, default=64, help="of an answer (default: %(default)s)")
-    add("--concurrency", **counted, default=8)
+    add("--seeds", **COUNTED, default=3, help="answers of each schema (default: %(default)s)")
+    add("--max-tokens", **COUNTED, default=64, help="of an answer (default: %(default)s)")
+    add("--concurrency", **COUNTED, default=8)
     add("--deadline-s", type=positive, default=60.0, metavar="S", help="for one answer")
-    add("--api-key", default="none")
-    add("--model", default="", help="model id to ask for (default: left out)")
+    add_model(parser)
     return parser
 
 

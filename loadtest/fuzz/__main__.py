@@ -21,9 +21,8 @@ import json
 import random
 import sys
 import time
-from typing import Any
 
-from ..arguments import at_least, positive, server_url
+from ..arguments import COUNTED, add_server, at_least, new_parser, positive
 from ..failures import named
 from ..stream import RequestFailed
 from .http import Target
@@ -31,22 +30,16 @@ from .run import Result, check_rest, run_cases
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.fuzz",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("loadtest.fuzz", __doc__)
     add = parser.add_argument
-    counted: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-    add("--url", type=server_url, default="http://127.0.0.1:8000", help="the server")
-    add("--api-key", default="none")
-    add("--cases", **counted, default=10_000, help="how many (default: %(default)s)")
+    add_server(parser)
+    add("--cases", **COUNTED, default=10_000, help="how many (default: %(default)s)")
     add("--first", type=at_least(0), default=0, metavar="N", help="number of the first case")
     add("--only", type=at_least(0), metavar="N", help="this case alone")
     add("--seed", type=at_least(0), metavar="N", help="of the cases (default: new in each run)")
     add("--careful", action="store_true", help="one at a time, each followed by a look at /metrics")
-    add("--concurrency", **counted, default=8, help="clients at once (default: %(default)s)")
-    add("--faults", **counted, default=1, help="end after so many (default: %(default)s)")
+    add("--concurrency", **COUNTED, default=8, help="clients at once (default: %(default)s)")
+    add("--faults", **COUNTED, default=1, help="end after so many (default: %(default)s)")
     add(
         "--deadline-s",
         type=positive,

@@ -22,9 +22,9 @@ import random
 import shlex
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..arguments import at_least, server_url
+from ..arguments import COUNTED, add_model, add_rounds, new_parser, server_url
 from ..failures import named
 from ..stream import RequestFailed
 from .chats import chats
@@ -53,13 +53,8 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.kv",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("loadtest.kv", __doc__)
     add = parser.add_argument
-    counted: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
     add(
         "--scenario",
         choices=("all", *SCENARIOS),
@@ -76,19 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="starts a server; flags are added (default: streamkv serve of this Python)",
     )
     add("--api-key", default="none", help="to send (default: %(default)s)")
-    add("--model", default="", help="model id to ask for (default: left out)")
+    add_model(parser)
     add(
         "--vocab-size",
-        **counted,
+        **COUNTED,
         default=20000,
         help="prompts have ids below it (default: %(default)s)",
     )
-    add(
-        "--rounds",
-        **counted,
-        default=3,
-        help="medians are taken over rounds (default: %(default)s)",
-    )
+    add_rounds(parser)
     add("--seed", default="", help="of the prompts (default: new in each run)")
     return parser
 

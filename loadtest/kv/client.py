@@ -25,7 +25,7 @@ NUM_UNUSUAL = 1000  # the first ids of a vocabulary, often special or bytes, are
 class Client:
     """Asks; knows nothing about how the server was started."""
 
-    def __init__(self, url: str, *, api_key: str = "none", model: str = "") -> None:
+    def __init__(self, url: str, *, api_key: str = "none", model: str | None = None) -> None:
         self.url = url
         self._api_key = api_key
         self._body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}

@@ -33,7 +33,7 @@ class Lab:
     command: Sequence[str]  # starts a server; flags are added
     url: str = ""  # of a server that runs already, for scenarios that need no more
     api_key: str = "none"
-    model: str = ""
+    model: str | None = None
     vocab_size: int = 20000
     rounds: int = 3
     seed: str = ""

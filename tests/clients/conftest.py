@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import openai
 import pytest
+from clients.official import sync_client
 from clients.real_server import RealServer, real_server
 from server.harness import Server, serve
 
@@ -28,3 +30,9 @@ def server() -> Iterator[Server]:
         yield running
         running.wait_idle()
         assert running.runner.violations == []
+
+
+@pytest.fixture(scope="module")
+def client(real: RealServer) -> Iterator[openai.OpenAI]:
+    with sync_client(real) as one:
+        yield one

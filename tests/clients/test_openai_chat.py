@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Literal
 
-import httpx
 import jsonschema
 import openai
 import pydantic
 import pytest
+from clients.official import async_client
 from clients.real_server import (
     BEGINNING,
-    DEADLINE_S,
     LONG,
     MODEL,
     QUESTION,
@@ -27,22 +25,6 @@ from clients.real_server import (
 )
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def client(real: RealServer) -> Iterator[openai.OpenAI]:
-    http = httpx.Client(verify=False, timeout=DEADLINE_S)
-    with openai.OpenAI(
-        base_url=real.base_url, api_key="none", max_retries=0, http_client=http
-    ) as one:
-        yield one
-
-
-def async_client(real: RealServer) -> openai.AsyncOpenAI:
-    http = httpx.AsyncClient(verify=False, timeout=DEADLINE_S)
-    return openai.AsyncOpenAI(
-        base_url=real.base_url, api_key="none", max_retries=0, http_client=http
-    )
 
 
 def test_a_chat_whole_and_streamed_is_what_plain_http_gives(

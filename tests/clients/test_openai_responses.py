@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
-import httpx
 import jsonschema
 import openai
 import pydantic
 import pytest
+from clients.official import async_client
 from clients.real_server import DEADLINE_S, LONG, MODEL, QUESTION, WEATHER, RealServer
 from openai.lib.responses_websocket import (
     AsyncResponsesWebSocketSession,
@@ -37,22 +36,6 @@ LIMITS = ResponsesWebSocketLimits(
     max_bytes_per_lane=1 << 20,
     max_bytes=1 << 22,
 )
-
-
-@pytest.fixture(scope="module")
-def client(real: RealServer) -> Iterator[openai.OpenAI]:
-    http = httpx.Client(verify=False, timeout=DEADLINE_S)
-    with openai.OpenAI(
-        base_url=real.base_url, api_key="none", max_retries=0, http_client=http
-    ) as one:
-        yield one
-
-
-def async_client(real: RealServer) -> openai.AsyncOpenAI:
-    http = httpx.AsyncClient(verify=False, timeout=DEADLINE_S)
-    return openai.AsyncOpenAI(
-        base_url=real.base_url, api_key="none", max_retries=0, http_client=http
-    )
 
 
 # --- HTTP -------------------------------------------------------------------------------------
