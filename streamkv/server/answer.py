@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import InvalidRequestError, StreamkvError
 from .answer_types import PLAIN, SPENT, AnswerWriter, OnDisconnect, Outlet, Policy, taken_over
-from .deltas import MAX_PIECE_LEN
+from .deltas import is_long
 from .event_log import Event, EventLog, LogBudget, not_kept
 from .generation import Generation, Source
 from .intake import Intake
@@ -210,8 +210,7 @@ class Answer(Generation):
         try:
             delta = self.streams[0].take()
             if delta is not None:
-                # `is_long`, written out: a call would be the tenth part of this.
-                if len(delta.text) > MAX_PIECE_LEN or len(delta.token_ids) > MAX_PIECE_LEN:
+                if is_long(delta):
                     delta = intake.cut(delta)
                 events = self._writer.push(0, delta)
                 if len(events) == 1:

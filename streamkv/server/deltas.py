@@ -16,7 +16,7 @@ MAX_PIECE_LEN = 512  # characters, and tokens: reading a call from them may take
 
 
 def is_long(delta: TokenDelta) -> bool:
-    """Whether it is to be cut. (`Answer` asks the same for each token, without the call.)"""
+    """Whether it is to be cut."""
     return len(delta.text) > MAX_PIECE_LEN or len(delta.token_ids) > MAX_PIECE_LEN
 
 
