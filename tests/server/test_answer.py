@@ -308,8 +308,7 @@ def test_a_delta_is_its_pieces_joined_and_none_of_them_is_long(
 def test_what_merged_comes_to_the_writer_in_pieces_with_turns_of_the_loop_between(
     monkeypatch: pytest.MonkeyPatch, num_prompts: int, num_before: int
 ) -> None:
-    for module in (deltas, answers):
-        monkeypatch.setattr(module, "MAX_PIECE_LEN", 4)
+    monkeypatch.setattr(deltas, "MAX_PIECE_LEN", 4)
     monkeypatch.setattr(answers, "LEN_PER_TAKE", 1)
     monkeypatch.setattr(answers, "TAKES_PER_TURN", 4)
     gate = threading.Semaphore(num_before + 4)
