@@ -26,16 +26,16 @@ from . import (
     health,
     metrics,
     models,
-    response_retrieval,
-    responses,
-    responses_ws,
     streams,
     tokenize,
 )
 from .answers import Answers
 from .auth import ApiKeyMiddleware, BrowserGuard, PathGuard, refuse
 from .page import find_folder, page_routes
-from .response_store import ResponseStore
+from .responses import endpoint as responses
+from .responses import retrieval as response_retrieval
+from .responses import websocket as responses_ws
+from .responses.store import ResponseStore
 from .sse import REQUEST_ID
 from .wire import error_response, http_error_body, json_response
 

@@ -12,7 +12,7 @@ from server.harness import Server
 from streamkv.errors import InvalidRequestError
 from streamkv.server import wire
 from streamkv.server.chat import ChatRequest
-from streamkv.server.response_request import SOCKET_ADVICE, SOCKET_NOT_HONOURED, ResponseRequest
+from streamkv.server.responses.request import SOCKET_ADVICE, SOCKET_NOT_HONOURED, ResponseRequest
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER = {"role": "user", "content": "hi"}

@@ -15,8 +15,8 @@ from server.responses_client import ORDER, create, sse_events, stream
 
 from streamkv.engine.outputs import TokenDelta
 from streamkv.protocol import FinishReason
-from streamkv.server.response_object import Response as ResponseBody
-from streamkv.server.response_writer import ResponseWriter
+from streamkv.server.responses.object import Response as ResponseBody
+from streamkv.server.responses.writer import ResponseWriter
 
 USER = {"role": "user", "content": "the quick brown fox"}
 

@@ -20,8 +20,8 @@ from server.responses_client import (
 )
 from server.test_responses_resume import LONG, begin, create_long, lose, resume
 
-from streamkv.server import response_turns
-from streamkv.server.response_answer import SocketAnswer
+from streamkv.server.responses import turns
+from streamkv.server.responses.answer import SocketAnswer
 from streamkv.server.ws_outlet import LaneOutlet
 
 
@@ -216,14 +216,14 @@ def test_a_close_on_purpose_behind_a_last_message_is_one() -> None:
 def test_who_takes_a_steered_response_over_gets_its_successor_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    open_successor = response_turns.open_successor
+    open_successor = turns.open_successor
 
     async def open_later(*arguments: Any) -> Any:  # as with a long conversation
         for _ in range(8):
             await asyncio.sleep(0)
         return await open_successor(*arguments)
 
-    monkeypatch.setattr(response_turns, "open_successor", open_later)
+    monkeypatch.setattr(turns, "open_successor", open_later)
     with serve() as server:
 
         async def run() -> None:

@@ -11,16 +11,16 @@ from server.harness import MAX_MODEL_LEN, MODEL, Server
 from server.responses_client import create, stream
 
 from streamkv.errors import InvalidRequestError
-from streamkv.server.response_input import MAX_OBJECTS
-from streamkv.server.response_items import (
+from streamkv.server.responses.input import MAX_OBJECTS
+from streamkv.server.responses.items import (
     MAX_ARGUMENTS_LEN,
     ContentPart,
     InputItem,
     check_item,
     messages_of,
 )
-from streamkv.server.response_object import FunctionCall, OutputMessage, OutputText, ReasoningItem
-from streamkv.server.response_request import HTTP_NOT_HONOURED, ResponseRequest
+from streamkv.server.responses.object import FunctionCall, OutputMessage, OutputText, ReasoningItem
+from streamkv.server.responses.request import HTTP_NOT_HONOURED, ResponseRequest
 from streamkv.server.wire import decode_body
 
 USER = {"role": "user", "content": "the fox"}

@@ -20,9 +20,9 @@ from server.responses_client import (
 )
 from websockets.exceptions import ConnectionClosed
 
-from streamkv.server.response_lanes import Lanes
-from streamkv.server.response_request import ResponseRequest
-from streamkv.server.response_writer import ResponseWriter
+from streamkv.server.responses.lanes import Lanes
+from streamkv.server.responses.request import ResponseRequest
+from streamkv.server.responses.writer import ResponseWriter
 
 LONG = {"max_output_tokens": 100, "min_tokens": 100}
 

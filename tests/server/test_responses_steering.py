@@ -13,7 +13,7 @@ from server.responses_client import ENDS, Socket, answer_text, converse, text_of
 from server.test_tools import model
 from tiny import tiny_tokenizer
 
-from streamkv.server.steering import MAX_PENDING_STEERS
+from streamkv.server.responses.steering import MAX_PENDING_STEERS
 
 LONG = {"max_output_tokens": 200, "min_tokens": 200}
 

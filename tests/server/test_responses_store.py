@@ -25,10 +25,10 @@ from server.responses_client import (
 )
 from server.test_responses_output import CALL, TOOL, saying
 
-from streamkv.server.response_items import InputItem
-from streamkv.server.response_object import Response as ResponseBody
-from streamkv.server.response_store import Record, ResponseStore, Turn
-from streamkv.server.response_writer import ResponseWriter
+from streamkv.server.responses.items import InputItem
+from streamkv.server.responses.object import Response as ResponseBody
+from streamkv.server.responses.store import Record, ResponseStore, Turn
+from streamkv.server.responses.writer import ResponseWriter
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 

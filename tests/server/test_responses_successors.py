@@ -14,8 +14,8 @@ from server.test_responses_official import CALL, TOOL, saying
 from server.test_responses_resume import resume
 from server.test_responses_steering import LONG, steer
 
-from streamkv.server import response_turns
-from streamkv.server.response_writer import ResponseWriter
+from streamkv.server.responses import turns
+from streamkv.server.responses.writer import ResponseWriter
 
 
 def test_a_successor_that_nobody_foresaw_to_fail_gives_the_input_back(
@@ -24,7 +24,7 @@ def test_a_successor_that_nobody_foresaw_to_fail_gives_the_input_back(
     async def fail(*arguments: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(response_turns, "open_successor", fail)
+    monkeypatch.setattr(turns, "open_successor", fail)
 
     async def talk(socket: Socket) -> None:
         await socket.create("one", credits=2, **LONG)
@@ -109,14 +109,14 @@ def test_credits_granted_while_a_successor_is_made_are_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, allowed = threading.Event(), threading.Event()
-    open_successor = response_turns.open_successor
+    open_successor = turns.open_successor
 
     async def wait(*arguments: Any) -> Any:
         begun.set()
         await asyncio.to_thread(allowed.wait)
         return await open_successor(*arguments)
 
-    monkeypatch.setattr(response_turns, "open_successor", wait)
+    monkeypatch.setattr(turns, "open_successor", wait)
     with serve() as server:
 
         async def talk(socket: Socket) -> None:

@@ -23,7 +23,7 @@ from server.responses_client import (
 )
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from streamkv.server.response_lanes import MAX_LANES, MAX_TURNS_PER_LANE
+from streamkv.server.responses.lanes import MAX_LANES, MAX_TURNS_PER_LANE
 
 # --- the official client ---------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The events of a response that has ended, made of what is known of it.
 
 Owns how they follow from the response, for those whose own events are not kept any more. Invariant:
-they tell the same response, in the order of `response_writer`; the text of each part is one delta.
+they tell the same response, in the order of `writer`; the text of each part is one delta.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec import structs
 
-from .answer import Event
-from .response_events import (
+from ..answer import Event
+from .events import (
     ArgumentsDone,
     ContentPartAdded,
     ContentPartDone,
@@ -28,8 +28,8 @@ from .response_events import (
     ResponseInProgress,
     ResponseQueued,
 )
-from .response_object import FunctionCall, OutputItem, OutputMessage, Response
-from .response_output import ItemPlace, PartPlace
+from .object import FunctionCall, OutputItem, OutputMessage, Response
+from .output import ItemPlace, PartPlace
 
 _LAST = {"completed": ResponseCompleted, "failed": ResponseFailed}
 

@@ -12,12 +12,11 @@ from typing import Annotated, Literal, Required, TypeAlias, cast
 
 from msgspec import UNSET, Meta, Raw, Struct
 
-from ..errors import InvalidRequestError
-from ..sampling import StructuredOutputs
-from .bounds import at_most
-from .response_format import NULL, Structure
-from .response_object import TextConfig, TextFormat
-from .tools import (
+from ...errors import InvalidRequestError
+from ...sampling import StructuredOutputs
+from ..bounds import at_most
+from ..response_format import NULL, Structure
+from ..tools import (
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     AllowedToolList,
@@ -31,7 +30,8 @@ from .tools import (
     Tool,
     read_choice,
 )
-from .wire import renaming_fields
+from ..wire import renaming_fields
+from .object import TextConfig, TextFormat
 
 # --- tools ------------------------------------------------------------------------------------
 

@@ -19,18 +19,18 @@ from starlette.responses import StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from ..errors import GoneError, InvalidRequestError, NotFoundError
-from .answer import Answer, Generation
-from .answers import answers_of
-from .response_input import off_loop
-from .response_items import ItemBody, item_body
-from .response_object import Response
-from .response_opening import ask
-from .response_replay import replay
-from .response_request import HTTP_ADVICE, HTTP_NOT_HONOURED, ResponseRequest
-from .response_store import Record, shelves_of, store_of
-from .sse import event_number, frame, last_event_id, resume_answer
-from .wire import json_response, read_body, renaming_fields
+from ...errors import GoneError, InvalidRequestError, NotFoundError
+from ..answer import Answer, Generation
+from ..answers import answers_of
+from ..sse import event_number, frame, last_event_id, resume_answer
+from ..wire import json_response, read_body, renaming_fields
+from .input import off_loop
+from .items import ItemBody, item_body
+from .object import Response
+from .opening import ask
+from .replay import replay
+from .request import HTTP_ADVICE, HTTP_NOT_HONOURED, ResponseRequest
+from .store import Record, shelves_of, store_of
 
 CANCEL_S = 1.0  # a response whose reader is slow ends when that has read
 MAX_ITEMS = 100

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, TypeAlias, TypeVar
 
-from ..errors import InvalidRequestError
-from .bounds import few
-from .response_items import InputItem, Item, check_item
-from .response_object import owner_of_item
-from .response_store import Shelves, Turn
+from ...errors import InvalidRequestError
+from ..bounds import few
+from .items import InputItem, Item, check_item
+from .object import owner_of_item
+from .store import Shelves, Turn
 
 MANY_ITEMS = 256  # and parts of items; looking at more would hold up the loop
 _CHARS_OF_A_PART = 1024

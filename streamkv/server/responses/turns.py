@@ -17,20 +17,20 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ..errors import InvalidRequestError, NotFoundError, StreamkvError
-from .answer import Answer, OnDisconnect
-from .answers import answers_of
-from .ids import RESPONSE
-from .response_answer import SocketAnswer, lane_tail, open_successor
-from .response_items import InputItem
-from .response_lane import Create, Lane, Message, Refusal, Resume
-from .response_opening import OpenedResponse, ask, open_response
-from .response_request import SOCKET_ADVICE, SOCKET_NOT_HONOURED, ResponseRequest
-from .response_steers import Steers
-from .response_store import ResponseStore, response_not_found, shelves_of, store_of
-from .streams import policy_of
-from .wire import ErrorDetail, decode_body, encode, error_body, renaming_fields, status_of
-from .ws_outlet import LaneOutlet, SocketWriter
+from ...errors import InvalidRequestError, NotFoundError, StreamkvError
+from ..answer import Answer, OnDisconnect
+from ..answers import answers_of
+from ..ids import RESPONSE
+from ..streams import policy_of
+from ..wire import ErrorDetail, decode_body, encode, error_body, renaming_fields, status_of
+from ..ws_outlet import LaneOutlet, SocketWriter
+from .answer import SocketAnswer, lane_tail, open_successor
+from .items import InputItem
+from .lane import Create, Lane, Message, Refusal, Resume
+from .opening import OpenedResponse, ask, open_response
+from .request import SOCKET_ADVICE, SOCKET_NOT_HONOURED, ResponseRequest
+from .steers import Steers
+from .store import ResponseStore, response_not_found, shelves_of, store_of
 
 logger = logging.getLogger(__name__)
 

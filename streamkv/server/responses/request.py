@@ -21,29 +21,29 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 
-from ..errors import InvalidRequestError
-from ..protocol import MAX_LOGPROBS, SamplingParams
-from .answer_format import tool_field_names
-from .bounds import at_most
-from .messages import ReasoningEffort, TemplateKwargs, template_variables
-from .request_fields import (
+from ...errors import InvalidRequestError
+from ...protocol import MAX_LOGPROBS, SamplingParams
+from ..answer_format import tool_field_names
+from ..bounds import at_most
+from ..messages import ReasoningEffort, TemplateKwargs, template_variables
+from ..request_fields import (
     COMPLETIONS_ONLY,
     MAX_LIST_BYTES,
     SAMPLING_ADVICE,
     SAMPLING_NOT_HONOURED,
     Name,
 )
-from .response_format import MAX_STRUCTURE_BYTES, Structure, StructureFields
-from .response_input import Input
-from .response_object import CacheRetention, ReasoningConfig, Response
-from .response_tools import (
+from ..response_format import MAX_STRUCTURE_BYTES, Structure, StructureFields
+from ..wire import Advice, NotHonoured, encode, renaming_fields
+from .input import Input
+from .object import CacheRetention, ReasoningConfig, Response
+from .tools import (
     TextFields,
     ToolChoiceFields,
     Tools,
     read_format,
     text_config,
 )
-from .wire import Advice, NotHonoured, encode, renaming_fields
 
 MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 Label: TypeAlias = Annotated[str, Meta(max_length=4096)]

@@ -13,12 +13,12 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..engine.async_engine import AsyncEngine
-from ..errors import ContextLengthError, InvalidRequestError
-from ..protocol import pack_ints
-from .response_input import off_loop
-from .response_items import TemplateMessage, messages_of
-from .response_store import Turn
+from ...engine.async_engine import AsyncEngine
+from ...errors import ContextLengthError, InvalidRequestError
+from ...protocol import pack_ints
+from .input import off_loop
+from .items import TemplateMessage, messages_of
+from .store import Turn
 
 SHARE_FOR_ANSWER = 4  # a quarter of the context, where a prompt is cut and no limit was given
 _MARK_LEN = 16

@@ -15,18 +15,18 @@ import msgspec
 from msgspec import structs
 from starlette.websockets import WebSocket
 
-from .answer import Answer, Event, Policy
-from .answers import answers_of
-from .response_events import Numbers
-from .response_items import InputItem
-from .response_object import FunctionCall, ReasoningItem
-from .response_opening import Asked, OpenedResponse, ask, open_response
-from .response_prompt import continue_prompt
-from .response_request import ResponseRequest
-from .response_store import ResponseStore, Shelves
+from ..answer import Answer, Event, Policy
+from ..answers import answers_of
+from ..wire import encode
+from ..ws_outlet import SocketWriter
+from .events import Numbers
+from .items import InputItem
+from .object import FunctionCall, ReasoningItem
+from .opening import Asked, OpenedResponse, ask, open_response
+from .prompt import continue_prompt
+from .request import ResponseRequest
 from .steering import Steer
-from .wire import encode
-from .ws_outlet import SocketWriter
+from .store import ResponseStore, Shelves
 
 _TOKEN_BYTES = 36  # of an int in a list
 

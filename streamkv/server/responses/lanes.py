@@ -1,7 +1,7 @@
 """The lanes of one WebSocket: many responses at once, one after the other within a lane.
 
 Owns which lanes there are, what waits in them and for them, and their end. How a message is served
-is `response_turns`'. Invariants:
+is `turns`'. Invariants:
 
 - A lane answers in the order asked, errors included.
 - Everything is bounded: lanes, what waits in a lane, its bytes and those of steering.
@@ -16,12 +16,12 @@ import asyncio
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ..errors import NotFoundError, OverloadedError
-from .response_answer import SocketAnswer
-from .response_lane import Create, Lane, Message, Resume
-from .response_turns import Turns, find_response
+from ...errors import NotFoundError, OverloadedError
+from ..ws_outlet import SocketWriter
+from .answer import SocketAnswer
+from .lane import Create, Lane, Message, Resume
 from .steering import MAX_PENDING_STEERS, SteerCommand, read_command
-from .ws_outlet import SocketWriter
+from .turns import Turns, find_response
 
 MAX_LANES = 256
 MAX_TURNS_PER_LANE = 64  # the running one included

@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from ..engine.outputs import Usage
-from .ids import RESPONSE, answer_id_of
+from ...engine.outputs import Usage
+from ..ids import RESPONSE, answer_id_of
 
 ResponseStatus: TypeAlias = Literal[
     "queued", "in_progress", "completed", "incomplete", "cancelled", "failed"

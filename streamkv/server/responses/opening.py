@@ -14,28 +14,28 @@ from typing import NamedTuple
 
 from starlette.requests import HTTPConnection
 
-from ..engine.admission import check_num_messages
-from ..engine.async_engine import AsyncEngine
-from ..engine.outputs import TokenDelta
-from ..engine.stream import TokenStream
-from ..errors import InvalidRequestError
-from ..protocol import SamplingParams
-from .answer import Source
-from .answer_format import AnswerPlan, plan_answer
-from .deltas import cut
-from .ids import engine_id_of
-from .messages import wants_reasoning
-from .metrics import metrics_of, observed
-from .request_fields import limit_tokens
-from .response_input import read_turn
-from .response_items import InputItem, TemplateMessage
-from .response_object import Response, response_id_of
-from .response_prompt import Template, encode_truncated, to_messages
-from .response_request import ResponseRequest
-from .response_store import Record, ResponseStore, Shelves, Turn, store_of
-from .response_tools import read_tool_choice, read_tools
-from .response_writer import ResponseWriter
-from .wire import ready_engine
+from ...engine.admission import check_num_messages
+from ...engine.async_engine import AsyncEngine
+from ...engine.outputs import TokenDelta
+from ...engine.stream import TokenStream
+from ...errors import InvalidRequestError
+from ...protocol import SamplingParams
+from ..answer import Source
+from ..answer_format import AnswerPlan, plan_answer
+from ..deltas import cut
+from ..ids import engine_id_of
+from ..messages import wants_reasoning
+from ..metrics import metrics_of, observed
+from ..request_fields import limit_tokens
+from ..wire import ready_engine
+from .input import read_turn
+from .items import InputItem, TemplateMessage
+from .object import Response, response_id_of
+from .prompt import Template, encode_truncated, to_messages
+from .request import ResponseRequest
+from .store import Record, ResponseStore, Shelves, Turn, store_of
+from .tools import read_tool_choice, read_tools
+from .writer import ResponseWriter
 
 _PREPARING = SamplingParams(max_tokens=1, temperature=0.0)  # whose one token is nobody's
 

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..errors import InvalidRequestError
-from .request_fields import Name
-from .response_object import (
+from ...errors import InvalidRequestError
+from ..request_fields import Name
+from .object import (
     CALL,
     CALL_OUTPUT,
     MESSAGE,

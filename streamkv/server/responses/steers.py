@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from ..errors import GoneError, InvalidRequestError, NotFoundError
-from .answer import Answer
-from .response_answer import SocketAnswer
-from .response_events import Numbers
-from .response_store import Shelves
+from ...errors import GoneError, InvalidRequestError, NotFoundError
+from ..answer import Answer
+from ..wire import error_body
+from ..ws_outlet import SocketWriter
+from .answer import SocketAnswer
+from .events import Numbers
 from .steering import (
     MAX_PENDING_STEERS,
     SteerCommand,
@@ -25,8 +26,7 @@ from .steering import (
     new_steer,
     pending_event,
 )
-from .wire import error_body
-from .ws_outlet import SocketWriter
+from .store import Shelves
 
 MAX_WAITING = 64  # responses whose steering waits for the outputs of their calls
 

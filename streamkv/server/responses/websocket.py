@@ -2,7 +2,7 @@
 
 Speaks OpenAI's Responses WebSocket mode as the official `openai` package types it
 (`responses_client_event.py`, `responses_server_event.py`). A `response.create` names a lane by
-`stream_id`, or belongs to the unnamed one (see `response_lanes`); `response.steer` gives input to a
+`stream_id`, or belongs to the unnamed one (see `lanes`); `response.steer` gives input to a
 response that runs (see `steering`). `previous_response_id` goes on from a response that is stored,
 or, with `store: false`, from one of this connection. Our extensions:
 
@@ -35,15 +35,15 @@ from msgspec import Meta, Raw, Struct
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ..errors import InvalidRequestError
-from .auth import accepted_subprotocol
-from .request_fields import Name
-from .response_lane import Create, Resume, requested_id
-from .response_lanes import Lanes
-from .response_turns import write_error
-from .wire import decode_body, engine_of, server_config
-from .ws_outlet import SocketWriter
-from .ws_protocol import MESSAGE_TOO_BIG
+from ...errors import InvalidRequestError
+from ..auth import accepted_subprotocol
+from ..request_fields import Name
+from ..wire import decode_body, engine_of, server_config
+from ..ws_outlet import SocketWriter
+from ..ws_protocol import MESSAGE_TOO_BIG
+from .lane import Create, Resume, requested_id
+from .lanes import Lanes
+from .turns import write_error
 
 SERVICE_RESTART = 1012  # from IANA's registry; reconnecting makes sense
 LOST = 1006

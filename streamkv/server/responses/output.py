@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from msgspec import Struct, structs
 
-from ..engine.outputs import TokenLogprob
-from .answer import Event
-from .json_list import JsonList
-from .logprobs import content_logprobs
-from .response_events import (
+from ...engine.outputs import TokenLogprob
+from ..answer import Event
+from ..json_list import JsonList
+from ..logprobs import content_logprobs
+from .events import (
     ArgumentsDone,
     ContentPartAdded,
     ContentPartDone,
@@ -33,7 +33,7 @@ from .response_events import (
     OutputTextDone,
     ReasoningTextDone,
 )
-from .response_object import (
+from .object import (
     FunctionCall,
     ItemStatus,
     OutputItem,

@@ -13,17 +13,17 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from ..errors import InvalidRequestError
-from .answer import OnDisconnect, Policy
-from .answers import answers_of
-from .ids import RESPONSE
-from .response_object import response_id_of
-from .response_opening import OpenedResponse, ask, open_response
-from .response_request import HTTP_ADVICE, HTTP_NOT_HONOURED, ResponseRequest
-from .response_store import shelves_of, store_of
-from .sse import REQUEST_ID, collect_answer, last_event_id, resume_answer, stream_answer
-from .streams import policy_of, request_name
-from .wire import json_response, read_body
+from ...errors import InvalidRequestError
+from ..answer import OnDisconnect, Policy
+from ..answers import answers_of
+from ..ids import RESPONSE
+from ..sse import REQUEST_ID, collect_answer, last_event_id, resume_answer, stream_answer
+from ..streams import policy_of, request_name
+from ..wire import json_response, read_body
+from .object import response_id_of
+from .opening import OpenedResponse, ask, open_response
+from .request import HTTP_ADVICE, HTTP_NOT_HONOURED, ResponseRequest
+from .store import shelves_of, store_of
 
 IN_BACKGROUND = Policy(True, OnDisconnect.CONTINUE, math.inf)
 

@@ -5,7 +5,7 @@ Owns the order of the events and the response's state; knows no transport and no
 and what it tells is `response`, which `on_end` has been given before.
 
     created, in_progress (background: queued, in_progress), the output's items one after the
-    other (see `response_output`), completed | incomplete | failed
+    other (see `output`), completed | incomplete | failed
 
 A cancelled response ends with `response.incomplete`, and its `status` is `cancelled`: the official
 events have none of that name, the official status has. One that was steered is incomplete. A
@@ -24,14 +24,15 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from ..engine.outputs import TokenDelta, TokenLogprob, Usage
-from ..engine.stream import TokenStream
-from ..errors import GenerationError
-from ..protocol import FinishReason
-from ..text.answer_parts import ContentPart, Part, ReasoningPart
-from .answer import Event
-from .answer_format import AnswerReader
-from .response_events import (
+from ...engine.outputs import TokenDelta, TokenLogprob, Usage
+from ...engine.stream import TokenStream
+from ...errors import GenerationError
+from ...protocol import FinishReason
+from ...text.answer_parts import ContentPart, Part, ReasoningPart
+from ..answer import Event
+from ..answer_format import AnswerReader
+from ..wire import error_body
+from .events import (
     Numbers,
     ResponseCompleted,
     ResponseCreated,
@@ -41,7 +42,7 @@ from .response_events import (
     ResponseInProgress,
     ResponseQueued,
 )
-from .response_object import (
+from .object import (
     CALL,
     ENDED,
     MESSAGE,
@@ -56,8 +57,7 @@ from .response_object import (
     ResponseUsage,
     item_id_of,
 )
-from .response_output import CallWriting, ItemWriting, MessageWriting, ReasoningWriting
-from .wire import error_body
+from .output import CallWriting, ItemWriting, MessageWriting, ReasoningWriting
 
 
 def _nothing(response: Response) -> None: ...

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from msgspec import structs
 from starlette.requests import HTTPConnection
 
-from ..config import ServerConfig
-from ..errors import InvalidRequestError, NotFoundError, OverloadedError
-from .answers import answers_of
-from .response_items import Item, item_bytes, item_id
-from .response_object import Response
-from .response_writer import ResponseWriter
-from .wire import encode
+from ...config import ServerConfig
+from ...errors import InvalidRequestError, NotFoundError, OverloadedError
+from ..answers import answers_of
+from ..wire import encode
+from .items import Item, item_bytes, item_id
+from .object import Response
+from .writer import ResponseWriter
 
 RETRY_AFTER_S = 5
 _OVERHEAD_BYTES = 2048  # of a response's Python objects

@@ -15,10 +15,10 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
-from .answer import Event
-from .logprobs import ContentLogprob
-from .response_object import OutputItem, OutputText, ReasoningText, Response
-from .wire import encode
+from ..answer import Event
+from ..logprobs import ContentLogprob
+from ..wire import encode
+from .object import OutputItem, OutputText, ReasoningText, Response
 
 
 class Numbered(Struct, frozen=True, tag_field="type"):

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..errors import InvalidRequestError, OverloadedError
-from .answer import Answer
-from .ids import RESPONSE, answer_id_of
-from .request_fields import RequestId
+from ...errors import InvalidRequestError, OverloadedError
+from ..answer import Answer
+from ..ids import RESPONSE, answer_id_of
+from ..request_fields import RequestId
+from ..ws_outlet import LaneOutlet
 from .steering import SteerCommand
-from .ws_outlet import LaneOutlet
 
 
 class Create(NamedTuple):

@@ -15,14 +15,14 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from ..errors import InvalidRequestError
-from .answer import Event
-from .request_fields import Name
-from .response_events import Numbered, Numbers
-from .response_input import Input
-from .response_items import ContentPart, InputItem, check_item
-from .response_object import FunctionCall
-from .wire import decode_body, encode
+from ...errors import InvalidRequestError
+from ..answer import Event
+from ..request_fields import Name
+from ..wire import decode_body, encode
+from .events import Numbered, Numbers
+from .input import Input
+from .items import ContentPart, InputItem, check_item
+from .object import FunctionCall
 
 MAX_PENDING_STEERS = 32  # for one response
 
