@@ -203,7 +203,7 @@ def test_reasoning_that_was_cut_is_closed_before_the_next_turn() -> None:
     with serve(ScriptedRunner(script), engine=engine) as server:
 
         async def talk(socket: Socket) -> None:
-            first, second = await steer_while_unread(socket, server, max_output_tokens=300)
+            first, second = await steer_while_unread(socket, server, max_output_tokens=100)
             assert [item.type for item in first.output] == ["reasoning"]
             assert first.output[0].status == "incomplete"
             turn = "</think><|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
