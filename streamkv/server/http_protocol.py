@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -83,17 +82,25 @@ def _chunk_head(num: int) -> bytes:
 
 
 class _Connection:
-    """What a request and its answer have of the connection: how it ends is the protocol's."""
+    """What a request and its answer have of the connection: how it ends is the protocol's, and
+    nothing is written behind its end."""
 
-    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = end
+    def __init__(self, protocol: HttpProtocol) -> None:
+        self.close = protocol.end
+        self._protocol = protocol
+
+    def is_closing(self) -> bool:
+        return self._protocol.is_over or self._protocol.transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if not self.is_closing():
+            self._protocol.transport.write(data)
 
 
 class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     """uvicorn's, whose requests offer a BodyWriter."""
 
+    is_over = False  # nothing more is sent
     _is_last = False  # nothing is read behind the present request
     _keeps_alive = False  # as the present request asks for, once it is whole
     _num_head_bytes = 0  # of a head that isn't whole; or of what follows a body but ends nothing
@@ -106,6 +113,8 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
         super().connection_lost(exc)
+        if self.cycle is not None:
+            self.cycle.transport = self.transport  # which knows nothing of this protocol now
 
     def shutdown(self) -> None:
         self._keeps_alive = False
@@ -176,6 +185,8 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._ignores_upgrade:
             return  # it comes again
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # it doesn't know the answer
         before = self.cycle
         super().on_headers_complete()
         self._wait_no_more()
@@ -183,7 +194,7 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
         if self.cycle is before:
             return  # it becomes a WebSocket
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
-        self.cycle.transport = cast(asyncio.Transport, _Connection(self.transport, self._end))
+        self.cycle.transport = cast(asyncio.Transport, _Connection(self))
         if scope["method"] != "HEAD":  # and its task has not run yet
             scope["extensions"] = {WRITE: BodyWriter(self, self.cycle)}
 
@@ -234,10 +245,13 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._is_last = True
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
-        """Nothing more is sent. If something may be unread, the client closes first."""
+    def end(self) -> None:
+        """Nothing more is sent. If something may be unread, the client closes first. Idempotent."""
+        if self.is_over:
+            return
+        self.is_over = True
         is_read = not (self._is_last or self.cycle.more_body)
         if is_read or self.transport.is_closing() or not self.transport.can_write_eof():
             return self.transport.close()

@@ -47,12 +47,29 @@ def test_what_is_sent_before_the_answer_ends_the_connection_after_it(
     device.wait_idle()
 
 
-def test_a_broken_body_is_a_400_and_not_the_end_of_an_answer(device: Device) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+def test_a_broken_body_is_a_400_and_not_the_end_of_an_answer(
+    device: Device, caplog: pytest.LogCaptureFixture, expect: bytes
+) -> None:
+    head = POST + expect + b"Transfer-Encoding: chunked\r\n\r\n"
     client = device.client("bytes", data=head + b"no number\r\n")
     head, _, body = client.socket.makefile("rb").read().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    client.leave()
+    device.wait_idle()
+    assert not caplog.records
+
+
+def test_a_client_of_http_1_0_is_not_told_to_go_on(device: Device) -> None:
+    body = b'{"prompt": [5, 6, 7], "max_tokens": 1}'
+    head = POST.replace(b"1.1", b"1.0") + b"Expect: 100-continue\r\n"
+    client = device.client("bytes", data=head + b"Content-Length: %d\r\n\r\n" % len(body))
+    device.wait_read()
+    client.socket.sendall(body)
+    device.gate.let(1000)
+    assert client.socket.makefile("rb").read().startswith(b"HTTP/1.1 200 OK")
+    device.wait_idle()
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

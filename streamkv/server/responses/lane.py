@@ -1,10 +1,10 @@
 """One lane of a WebSocket: what waits in it, and what is served there now.
 
-Owns the order within the lane, and what is said to a lane whose response hasn't begun: the id that
-its client chose is known, so that what comes right behind a request means its response, however
-far that is. Knows nothing of how a message is served. Invariants: what is asked of a lane is
-answered in the order asked, a refusal too; however much is refused, it takes the place of one
-message at most between two that wait.
+Owns the order within the lane, and what is said to a response that hasn't begun: the id that its
+client chose is known, so that what comes behind a request means its response, however far that is,
+and wherever in the lane it waits. Knows nothing of how a message is served. Invariants: what is
+asked of a lane is answered in the order asked, a refusal too; however much is refused, it takes the
+place of one message at most between two that wait.
 """
 
 from __future__ import annotations
@@ -55,17 +55,33 @@ class Resume(NamedTuple):
     num_bytes: int
 
 
+class Turn:
+    """A message, and what is said to its response before that runs."""
+
+    def __init__(self, message: Create | Resume) -> None:
+        self.message = message
+        self.is_cancelled = False
+        self.num_granted = 0
+        self.steers: list[SteerCommand] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self.message.num_bytes
+
+    @property
+    def response_id(self) -> str | None:
+        return self.message.response_id
+
+
 class Refusal:
     """So many messages in a row for which there was no room."""
 
     num_bytes = 0
+    response_id = None
 
     def __init__(self, error: OverloadedError) -> None:
         self.error = error
         self.num = 1
-
-
-Message = Create | Resume | Refusal
 
 
 class Running(NamedTuple):
@@ -76,26 +92,21 @@ class Running(NamedTuple):
 
 
 class Lane:
-    """Messages that are served one after the other; the first is the one being served."""
+    """Turns that are served one after the other; the first is the one being served."""
 
-    def __init__(self, stream_id: str | None, on_running: Callable[[Lane], None]) -> None:
-        """`on_running`: called when another answer runs in it."""
+    def __init__(self, stream_id: str | None, on_running: Callable[[Turn], None]) -> None:
+        """`on_running`: called when another answer runs in it, with the turn that it is of."""
         self.stream_id = stream_id
-        self.on_running = on_running
-        self.queue: deque[Message] = deque()
+        self.queue: deque[Turn | Refusal] = deque()
         self.running: Running | None = None
-        self.is_cancelled = False  # what is being served, whatever of it runs
         self.task: asyncio.Task[None] | None = None
-        self._num_granted = 0  # before it ran
-        self.steers: list[SteerCommand] = []  # for it, before it ran
+        self._on_running = on_running
 
     @property
-    def response_id(self) -> str | None:
-        """Of what is being served, once that is known."""
-        if self.running is not None:
-            return self.running.answer.answer_id
+    def served(self) -> Turn | None:
+        """What is being served, unless that is a refusal."""
         first = self.queue[0] if self.queue else None
-        return None if first is None or isinstance(first, Refusal) else first.response_id
+        return first if isinstance(first, Turn) else None
 
     def refuse(self, error: OverloadedError) -> None:
         """Answer with an error in the turn of a message that can't wait here."""
@@ -108,35 +119,41 @@ class Lane:
     def run(self, answer: Answer, outlet: LaneOutlet) -> None:
         """This is what its events come from now. What was said before that counts for it.
         InvalidRequestError for credits that it can't take."""
+        turn = self.served
+        assert turn is not None, "nothing is served in the lane"
         self.running = Running(answer, outlet)
-        if self.is_cancelled:
+        if turn.is_cancelled:
             answer.cancel()
-        num, self._num_granted = self._num_granted, 0
-        if num:
-            self.grant(num)
+        num, turn.num_granted = turn.num_granted, 0
+        try:
+            if num:
+                _grant(outlet, num)
+        finally:
+            self._on_running(turn)
 
-    def cancel(self) -> None:
-        """End what is being served."""
-        self.is_cancelled = True
-        if self.running is not None:
+    def cancel(self, turn: Turn) -> None:
+        """End what comes of it."""
+        turn.is_cancelled = True
+        if self.running is not None and turn is self.served:
             self.running.answer.cancel()
 
-    def grant(self, num: int) -> None:
+    def grant(self, turn: Turn, num: int) -> None:
         """So many more of its events may be written. InvalidRequestError if it has no limit."""
-        if self.running is None:
-            self._num_granted += num
-            return
-        outlet = self.running.outlet
-        if outlet.num_credits is None:
-            raise InvalidRequestError(
-                "credits: expected a response that was created with credits; it needs none",
-                param="credits",
-            )
-        outlet.grant(num)
+        if self.running is not None and turn is self.served:
+            _grant(self.running.outlet, num)
+        else:
+            turn.num_granted += num
 
-    def next(self) -> Message:
+    def next(self) -> Turn | Refusal:
         """What was served leaves."""
         self.running = None
-        self.is_cancelled = False
-        self._num_granted = 0
         return self.queue.popleft()
+
+
+def _grant(outlet: LaneOutlet, num: int) -> None:
+    if outlet.num_credits is None:
+        raise InvalidRequestError(
+            "credits: expected a response that was created with credits; it needs none",
+            param="credits",
+        )
+    outlet.grant(num)

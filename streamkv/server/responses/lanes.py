@@ -13,13 +13,14 @@ is `turns`'. Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...errors import NotFoundError, OverloadedError
 from ..ws_outlet import SocketWriter
 from .answer import SocketAnswer
-from .lane import Create, Lane, Message, Resume
+from .lane import Create, Lane, Refusal, Resume, Turn
 from .steering import MAX_PENDING_STEERS, SteerCommand, read_command
 from .turns import Turns, find_response
 
@@ -37,6 +38,7 @@ class Lanes:
         self._max_pending_bytes = 2 * max_message_bytes  # one runs while one waits
         self._num_pending_bytes = 0
         self._lanes: dict[str | None, Lane] = {}
+        self._named: dict[str, deque[tuple[Lane, Turn]]] = {}  # by their responses, in order
         self._turns = Turns(websocket, writer, max_message_bytes)
         self._steers = self._turns.steers
 
@@ -70,10 +72,26 @@ class Lanes:
         if lane is None:
             lane = self._lanes[stream_id] = Lane(stream_id, self._steer_what_waited)
             lane.task = asyncio.create_task(self._run(lane))
-        lane.queue.append(message)
-        self._num_pending_bytes += message.num_bytes
+        turn = Turn(message)
+        lane.queue.append(turn)
+        self._num_pending_bytes += turn.num_bytes
+        if turn.response_id is not None:
+            self._named.setdefault(turn.response_id, deque()).append((lane, turn))
 
-    def _overload(self, message: Message, lane: Lane | None) -> OverloadedError | None:
+    def _next(self, lane: Lane) -> None:
+        """What was served there leaves."""
+        turn = lane.next()
+        self._num_pending_bytes -= turn.num_bytes
+        if isinstance(turn, Refusal):
+            return
+        if turn.response_id is not None:
+            same = self._named[turn.response_id]
+            same.remove((lane, turn))
+            if not same:
+                del self._named[turn.response_id]
+        self._steer_what_waited(turn)
+
+    def _overload(self, message: Create | Resume, lane: Lane | None) -> OverloadedError | None:
         if self._num_pending_bytes + message.num_bytes > self._max_pending_bytes:
             limit = f"{self._max_pending_bytes} bytes of requests"
         elif lane is None and len(self._lanes) >= MAX_LANES:
@@ -91,50 +109,71 @@ class Lanes:
         """`response.steer`: an event answers it in any case, once it is known what becomes of its
         response. InvalidRequestError for what is no input."""
         command = read_command(data)
-        lanes = list(self._lanes.values())
-        found = [one for one in lanes if one.response_id == command.previous_response_id]
-        if not found or any(one.running is not None for one in found):
+        found = self._turn_of(command.previous_response_id)
+        if found is None or self._runs(*found):
             return self._steer(command)
+        _, turn = found
         num_bytes = self._num_pending_bytes + len(command.input)
-        if len(found[0].steers) >= MAX_PENDING_STEERS or num_bytes > self._max_pending_bytes:
+        if len(turn.steers) >= MAX_PENDING_STEERS or num_bytes > self._max_pending_bytes:
             return self._steers.refuse_one_too_many(command)
         self._num_pending_bytes = num_bytes
-        found[0].steers.append(command)
+        turn.steers.append(command)
 
     def _steer(self, command: SteerCommand) -> None:
         lanes = self._lanes.values()
         running = [lane.running.answer for lane in lanes if lane.running is not None]
         self._steers.take(command, running)
 
-    def _steer_what_waited(self, lane: Lane) -> None:
-        """What is served there runs now, or won't."""
-        steers, lane.steers = lane.steers, []
+    def _steer_what_waited(self, turn: Turn) -> None:
+        """What comes of it runs now, or won't."""
+        steers, turn.steers = turn.steers, []
         for command in steers:
             self._num_pending_bytes -= len(command.input)
             self._steer(command)
 
     def cancel(self, response_id: str | None, stream_id: str | None) -> None:
-        """End the running response of that id, or else of that lane. NotFoundError."""
-        self._find(response_id, stream_id, "response.cancel").cancel()
+        """End the response of that id, or else what is served in that lane. NotFoundError."""
+        lane, turn = self._find(response_id, stream_id, "response.cancel")
+        lane.cancel(turn)
 
     def grant(self, response_id: str | None, stream_id: str | None, num: int) -> None:
         """So many more events of it may be written. NotFoundError; InvalidRequestError if it needs
         none."""
-        self._find(response_id, stream_id, "response.grant").grant(num)
+        lane, turn = self._find(response_id, stream_id, "response.grant")
+        lane.grant(turn, num)
 
-    def _find(self, response_id: str | None, stream_id: str | None, what: str) -> Lane:
-        if response_id is None:
-            lane = self._lanes.get(stream_id)
+    def _find(self, response_id: str | None, stream_id: str | None, what: str) -> tuple[Lane, Turn]:
+        if response_id is not None:
+            found = self._turn_of(response_id, stream_id)
         else:
-            lanes = [one for one in self._lanes.values() if one.response_id == response_id]
-            lane = next((one for one in lanes if stream_id in (None, one.stream_id)), None)
-        if lane is None:
+            lane = self._lanes.get(stream_id)
+            turn = None if lane is None else lane.served
+            found = None if lane is None or turn is None else (lane, turn)
+        if found is None:
             raise NotFoundError(
                 f"{what}: no such response is running on this connection",
                 param="stream_id" if response_id is None else "response_id",
                 code="response_not_found",
             )
-        return lane
+        return found
+
+    def _turn_of(self, response_id: str, stream_id: str | None = None) -> tuple[Lane, Turn] | None:
+        """What runs under that id, or else what waits for its turn; in that lane, if one is
+        named."""
+        for lane in self._lanes.values():
+            turn = lane.served
+            if turn is None or lane.running is None or stream_id not in (None, lane.stream_id):
+                continue
+            if lane.running.answer.answer_id == response_id:
+                return lane, turn
+        for lane, turn in self._named.get(response_id, ()):
+            if not self._runs(lane, turn) and stream_id in (None, lane.stream_id):
+                return lane, turn
+        return None
+
+    @staticmethod
+    def _runs(lane: Lane, turn: Turn) -> bool:
+        return lane.running is not None and turn is lane.served
 
     # --- the connection ----------------------------------------------------------------------
 
@@ -167,8 +206,7 @@ class Lanes:
         try:
             while lane.queue and not self._turns.is_over:
                 await self._turns.serve(lane, lane.queue[0])
-                self._num_pending_bytes -= lane.next().num_bytes
-                self._steer_what_waited(lane)
+                self._next(lane)
                 await asyncio.sleep(0)  # there may be many that are refused
         except WebSocketDisconnect:
             pass  # the reader sees it too, and ends the connection

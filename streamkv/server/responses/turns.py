@@ -26,7 +26,7 @@ from ..wire import ErrorDetail, decode_body, encode, error_body, renaming_fields
 from ..ws_outlet import LaneOutlet, SocketWriter
 from .answer import SocketAnswer, lane_tail, open_successor
 from .items import InputItem
-from .lane import Create, Lane, Message, Refusal, Resume
+from .lane import Create, Lane, Refusal, Resume, Turn
 from .opening import OpenedResponse, ask, open_response
 from .request import SOCKET_ADVICE, SOCKET_NOT_HONOURED, ResponseRequest
 from .steers import Steers
@@ -90,11 +90,12 @@ class Turns:
 
     # --- a message ---------------------------------------------------------------------------
 
-    async def serve(self, lane: Lane, message: Message) -> None:
+    async def serve(self, lane: Lane, turn: Turn | Refusal) -> None:
         """Until its events are written; an error is one of them. WebSocketDisconnect."""
         try:
-            if isinstance(message, Refusal):
-                return await self._refuse(lane, message)
+            if isinstance(turn, Refusal):
+                return await self._refuse(lane, turn)
+            message = turn.message
             if isinstance(message, Create):
                 answer = await self._create(lane, message)
             else:
@@ -184,7 +185,6 @@ class Turns:
             lane.run(answer, outlet)
         except InvalidRequestError as error:
             write_error(self._writer, error, lane.stream_id)
-        lane.on_running(lane)
         return outlet
 
     async def _read(self, lane: Lane, answer: Answer) -> SocketAnswer | None:
