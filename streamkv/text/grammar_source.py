@@ -18,7 +18,7 @@ import msgspec
 from llguidance import LLMatcher, gbnf_to_lark
 
 from ..structured import StructuredOutputs
-from .json_schema import check_bounds, without_hints
+from .json_schema import check_numbers, follow
 from .structural_tags import structural_tag_lark
 
 if TYPE_CHECKING:
@@ -64,15 +64,23 @@ def _source(structured: StructuredOutputs, special_tokens: Collection[str]) -> s
             choices = map(re_literal, structured.choice or ())
             return str(LLMatcher.grammar_from_regex("|".join(choices)))
         case "grammar":
-            return str(
-                LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(structured.grammar or ""))
-            )
+            return str(LLMatcher.grammar_from_lark(_lark(structured.grammar or "")))
         case "structural_tag":
             tag = msgspec.json.decode(structured.structural_tag)
             return str(
                 LLMatcher.grammar_from_lark(structural_tag_lark(tag, special_tokens, options))
             )
     return str(LLMatcher.grammar_from_lark(structured.lark or ""))
+
+
+def _lark(grammar: str) -> str:
+    """GBNF defines by `::=`, Lark by a colon."""
+    is_gbnf = "::=" in _QUOTED.sub("", grammar) and not gbnf_to_lark.is_lark_syntax(grammar)
+    return gbnf_to_lark.gbnf_to_lark(grammar) if is_gbnf else grammar
+
+
+# What either has in quotes, brackets or slashes, and behind a comment's sign.
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|//.*|/(?:\\.|[^/\\\n])+/|#.*')
 
 
 def _framed(source: str, frame: str) -> str:
@@ -107,11 +115,10 @@ def _json(schema: str, options: JsonCompileOptions) -> str:
         schema = "{}"
     source = str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
     decoded = _decode(schema)  # JSON, now that the library has read it
-    check_bounds(decoded)
-    plain = without_hints(decoded)
-    if plain is decoded:
+    check_numbers(decoded)
+    if not follow(decoded):
         return source
-    return str(LLMatcher.grammar_from_json_schema(_encode(plain).decode(), overrides=options))
+    return str(LLMatcher.grammar_from_json_schema(_encode(decoded).decode(), overrides=options))
 
 
 _decode = msgspec.json.Decoder(float_hook=Decimal).decode

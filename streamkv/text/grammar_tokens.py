@@ -99,6 +99,8 @@ def reason_of(error: str) -> str:
         return "it is too large"
     if "too many expressions" in error:
         return "it has too many repetitions within repetitions"
+    if "Failed to generate regex for" in error:
+        return f"{one_line(error)}; a bound of more than 18 digits needs one on the other side"
     head, _, tail = error.partition("\nerror: ")  # a picture of the regex stands before it
     text = f"{head.partition(chr(10))[0]} {tail.partition(chr(10))[0]}" if tail else head
     for end in ("; following special tokens", "; try avoiding", "Enable 'coerce_one_of'", "<non-"):

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from .json_schema import check_bounds, without_hints
+from .json_schema import check_numbers, follow
 
 ANY_TEXT = "/(?s:.*)/"
 
@@ -122,10 +122,9 @@ class _Writer:
             schema = {}
         if not isinstance(schema, Mapping):
             raise ValueError("structural_tag: expected a JSON schema to be an object")
-        check_bounds(schema)
-        return "%json " + json.dumps(
-            {**without_hints(schema), "x-guidance": dict(self._json_options)}
-        )
+        check_numbers(schema)
+        follow(schema)
+        return "%json " + json.dumps({**schema, "x-guidance": dict(self._json_options)})
 
     def _literal(self, text: str) -> str:
         if not isinstance(text, str):

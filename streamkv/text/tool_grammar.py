@@ -14,9 +14,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import msgspec
+
 from ..errors import InvalidRequestError
 from .json_calls import HERMES_CLOSE, HERMES_OPEN, MISTRAL_ARGS, MISTRAL_MARK
-from .json_schema import check_bounds, without_hints
+from .json_schema import check_numbers, follow
 from .reasoning import ReasoningFormat
 
 _SPACES = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
@@ -216,12 +218,15 @@ def _tool(tool: Any, param: str) -> Tool | None:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         _refuse(found, 'the schema of an object ("type": "object")', f"{kind!r:.100}")
     try:
-        check_bounds(parameters)
-    except ValueError as error:
+        check_numbers(parameters)
+        parameters = msgspec.json.decode(msgspec.json.encode(parameters))  # the prompt's stay
+        follow(parameters)
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, ValueError) else "it is nested too deeply"
         raise InvalidRequestError(
-            f"{param}.parameters: {error}", param=f"{param}.parameters"
+            f"{param}.parameters: {reason}", param=f"{param}.parameters"
         ) from None
-    return found._replace(parameters={**without_hints(parameters), "type": "object"})
+    return found._replace(parameters={**parameters, "type": "object"})
 
 
 def _within(schema: Mapping[str, Any], value: Any) -> Any:

@@ -248,3 +248,34 @@ def test_who_takes_a_steered_response_over_gets_its_successor_and_nobody_else(
 
         asyncio.run(run())
         assert sum(server.engine.stats().request_success_total.values()) == 4
+
+
+def test_what_waits_in_a_lane_is_cancelled_granted_and_steered_by_its_name(server: Server) -> None:
+    async def talk(socket: Socket) -> None:
+        lane = {"stream_id": "a", "ignore_eos": True}
+        await socket.create("held", **lane, credits=2, request_id="held")
+        created = await socket.receive_until("response.created", lane="a")
+        for name in ("gone", "granted", "steered", "free"):
+            limits = {"credits": 0} if name == "granted" else {}
+            await socket.create("one", **lane, **limits, request_id=name, max_output_tokens=100)
+        steer = {"type": "response.steer", "previous_response_id": "resp_steered", "input": "two"}
+        await socket.send(steer)
+        await socket.send({"type": "response.cancel", "response_id": "resp_gone"})
+        elsewhere = {"response_id": "resp_granted", "stream_id": "b"}
+        await socket.send({"type": "response.grant", **elsewhere, "credits": 1})
+        assert (await socket.error("b")).error.code == "response_not_found"
+        await socket.send({"type": "response.grant", "response_id": "resp_granted", "credits": 999})
+        await socket.send({"type": "response.grant", "response_id": "resp_free", "credits": 1})
+        await socket.send({"type": "response.grant", "stream_id": "a", "credits": 999})
+        assert (await socket.finish("a")).id == created.response.id == "resp_held"
+        gone = await socket.finish("a")
+        assert (gone.id, gone.status) == ("resp_gone", "cancelled")
+        granted = await socket.finish("a")
+        assert (granted.id, granted.usage.output_tokens) == ("resp_granted", 100)
+        steered = await socket.finish("a")
+        assert steered.incomplete_details.reason == "steered"
+        assert (await socket.finish("a")).previous_response_id == steered.id == "resp_steered"
+        assert (await socket.error("a")).error.param == "credits"
+        assert (await socket.finish("a")).id == "resp_free"
+
+    converse(server, talk)

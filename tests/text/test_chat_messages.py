@@ -83,11 +83,6 @@ def test_every_form_becomes_the_one_that_templates_read(
         ),
         ({"role": "assistant", "tool_calls": "f"}, "messages[1].tool_calls", "a list"),
         ({"role": "assistant", "tool_calls": ["f"]}, "messages[1].tool_calls[0]", "'f'"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]},
-            "messages[1].tool_calls[0].function.arguments",
-            "a JSON object in a string",
-        ),
     ],
 )
 def test_what_no_template_could_read_is_refused_by_its_place(
@@ -97,6 +92,31 @@ def test_what_no_template_could_read_is_refused_by_its_place(
         template_messages([{"role": "user", "content": "hi"}, message])
     assert caught.value.param == param
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        '{"city": "Ro',
+        "",
+        "[1]",
+        "null",
+        '"Rome"',
+        "7",
+        "[" * 10_000,
+        "\ud800",
+        '{"a": NaN}',
+        [1],
+        None,
+    ],
+    ids=lambda given: f"{given!r:.12}",
+)
+def test_arguments_that_are_no_json_object_become_an_empty_one(given: Any) -> None:
+    function = {"name": "weather", "arguments": given}
+    for called in ({"tool_calls": [{"function": function}]}, {"function_call": function}):
+        [message] = template_messages([{"role": "assistant", **called}])
+        [call] = message["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": {}}
 
 
 def test_text_is_counted_wherever_it_stands_and_no_further_than_asked() -> None:

@@ -141,6 +141,11 @@ TOOLS = [
         },
     }
 ]
+ITERATING = """\
+{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}
+{%- for key, value in c.function.arguments.items() %}{{ key }}: {{ value }}{% endfor %}
+{%- for key, value in c.function.arguments | items %}{{ key }}: {{ value }}{% endfor %}
+{%- endfor %}{% endfor %}"""
 ARGUMENTS = {"city": "Zürich", "days": [1, 2.5, None], "deep": {"<a>": True}}
 
 
@@ -210,6 +215,13 @@ def test_arguments_are_json_for_templates_that_take_them_for_text(source: str) -
     messages = [{"role": "assistant", "tool_calls": [call(1, json.dumps(ARGUMENTS))]}]
     rendered = ChatTemplate(source).render(messages)
     assert rendered == json.dumps(ARGUMENTS, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("source", [QWEN_STYLE, LLAMA_STYLE, MISTRAL_STYLE, ITERATING, CHATML])
+@pytest.mark.parametrize("cut", ['{"city": "Zü', "[1]", "null"])
+def test_a_call_whose_arguments_are_no_object_is_rendered_without(source: str, cut: str) -> None:
+    tokenizer = tiny_tokenizer(**{"tokenizer.chat_template": source})
+    assert tokenizer.apply_chat_template(chat(cut)) == tokenizer.apply_chat_template(chat("{}"))
 
 
 def test_documents_reach_the_template(theirs: PreTrainedTokenizerFast) -> None:

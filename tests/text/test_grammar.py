@@ -116,6 +116,27 @@ def test_objects_have_no_other_properties_where_that_is_wanted(compiler):
             assert all(item in ({}, {"a": 1}) for item in json.loads(text))
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a"',
+        '?start: x\nx: "a"',
+        '!start: x\nx: "a"',
+        'start: "a" | "::="',
+        '?start: "a" | /::=/  // root ::= "a"',
+        '%llguidance {}\nstart: "a"',
+        'root ::= "a"',
+        '# start: "a"\nroot ::= "a" | [:="]+ # x: y',
+    ],
+)
+def test_lark_and_gbnf_are_told_apart(compiler, grammar):
+    matcher = compiler.compile(StructuredOutputs(grammar=grammar)).matcher()
+    if not matcher.forced:
+        assert TINY.encode("a")[0] in allowed(matcher, TINY.vocab_size)
+    else:
+        assert matcher.forced[0] == TINY.encode("a")[0]
+
+
 def test_any_json_object_is_one(compiler):
     grammar = compiler.compile(StructuredOutputs(json_object=True))
     for seed in range(NUM_WALKS):
@@ -376,7 +397,9 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer_gets_none_of_the_others():
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": r"(a)\1"}, "backreferences"),
         ({"grammar": "start: x"}, 'unknown name: "x"'),
-        ({"grammar": 'root = "a"'}, "Expected ::="),
+        ({"grammar": 'root = "a"'}, "Expected token ':'"),
+        ({"grammar": 'root ::= "a" b'}, "b"),
+        ({"json": {"type": "integer", "minimum": 10**18}}, "needs one on the other side"),
         ({"grammar": "words without sense"}, "Expected"),
         ({"lark": "start: <|nothing|>"}, "unknown special token"),
         ({"structural_tag": {"type": "structural_tag"}}, "'structures'"),

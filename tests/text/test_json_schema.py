@@ -3,6 +3,7 @@ and formats that mean nothing."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from streamkv.structured import StructuredOutputs
 from streamkv.text.grammar import GrammarCompiler
 from streamkv.text.grammar_source import GrammarError, grammar_source
 from streamkv.text.grammar_tokens import Greedy, Vocabulary, build_tokenizer
-from streamkv.text.json_schema import check_bounds, without_hints
+from streamkv.text.json_schema import check_numbers, follow
 from streamkv.text.tool_grammar import read_tools
 
 BYTES = Vocabulary([bytes([i]) for i in range(256)] + [b""], [], [256])
@@ -71,12 +72,13 @@ def test_an_integer_that_is_admitted_is_within_its_bound(
     [
         {"maximum": 1.5},
         {"minimum": 0, "maximum": 2**64 - 1},
-        {"const": {"minimum": 10**25}},
-        {"properties": {"minimum": {"enum": [10**25]}}},
+        {"const": {"maximum": -1e300}},
+        {"properties": {"maximum": {"enum": [-1e300, 1 << 60, True, "9" * 30]}}},
+        {"properties": {"const": {"type": "integer"}}, "default": 10**25},
     ],
 )
 def test_bounds_of_machine_integers_and_values_pass(schema: dict[str, Any]) -> None:
-    check_bounds(schema)
+    check_numbers(schema)
 
 
 WIDE = {"type": "integer", "minimum": 1e308, "maximum": 1.7e308}
@@ -104,6 +106,41 @@ def test_wherever_a_bound_stands_it_is_looked_at(schema: dict[str, Any]) -> None
         read_tools([{"type": "function", "function": function}])
 
 
+@pytest.mark.parametrize("number", [(1 << 53) + 1, 1234567890123456789, (1 << 64) - 1, 1 << 64])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("where", ["const", "enum", "nested", "property"])
+def test_an_integer_that_would_become_another_is_refused(
+    number: int, sign: int, where: str
+) -> None:
+    schema: dict[str, Any] = {
+        "const": {"const": sign * number},
+        "enum": {"enum": ["a", sign * number]},
+        "nested": {"enum": [{"a": [1, {"b": sign * number}]}]},
+        "property": {"properties": {"a": {"const": sign * number}}},
+    }[where]
+    with pytest.raises(GrammarError, match="^const, enum: expected integers between -9007"):
+        grammar_source(StructuredOutputs(json=json.dumps(schema)), ())
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": schema}}}
+    tool["function"]["parameters"] = {"properties": {"x": schema}}
+    with pytest.raises(InvalidRequestError, match=r"parameters: const, enum: expected"):
+        read_tools([tool])
+
+
+@pytest.mark.parametrize("number", [1 << 53, -(1 << 53), 1 << 60, 10**18, -(1 << 62)])
+def test_an_integer_that_is_forced_is_that_one(number: int) -> None:
+    source = grammar_source(StructuredOutputs(json=json.dumps({"const": number})), ())
+    matcher, text = LLMatcher(TOKENIZER, source), str(number).encode()
+    assert matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {"type": "string", "format": "password"}
+    for _ in range(3000):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(InvalidRequestError, match=r"^tools\[0\].function.parameters: it is nested"):
+        read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+
+
 # --- formats ----------------------------------------------------------------------------------
 
 HINTS = {
@@ -120,13 +157,13 @@ HINTS = {
 
 
 def test_formats_that_json_schema_does_not_know_restrict_nothing() -> None:
-    plain = without_hints(HINTS)
-    assert HINTS["properties"]["path"]["format"] == "path"
+    plain = copy.deepcopy(HINTS)
+    assert follow(plain)
     assert plain["properties"]["path"] == {"type": "string", "maxLength": 9}
     assert plain["properties"]["format"] == HINTS["properties"]["format"]
     assert plain["properties"]["when"]["format"] == "date"
     assert plain["$defs"]["secret"]["anyOf"][0] == {"type": "string"}
-    assert without_hints(plain) is plain
+    assert not follow(plain)
 
 
 @pytest.mark.parametrize("where", ["json", "structural_tag", "tool"])
@@ -147,3 +184,59 @@ def _source(where: str, schema: dict[str, Any]) -> Any:
     tag = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
     text = json.dumps({"type": "structural_tag", "format": tag})
     return grammar_source(StructuredOutputs(structural_tag=text), ())
+
+
+# --- objects ----------------------------------------------------------------------------------
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+CLOSED = POINT | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "followed"),
+    [
+        (POINT, CLOSED),
+        ({"items": POINT}, {"items": CLOSED}),
+        ({"anyOf": [POINT, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"allOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": POINT}, "description": "d"},)
+        + ({"allOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": CLOSED}, "description": "d"},),
+        (
+            {"properties": {"p": {"$ref": "#/$defs/p", "title": "t"}}, "$defs": {"p": POINT}},
+            {
+                "properties": {"p": {"$ref": "#/$defs/p", "title": "t"}},
+                "$defs": {"p": CLOSED},
+                "additionalProperties": False,
+            },
+        ),
+    ],
+)
+def test_an_object_has_no_properties_but_those_that_are_named(
+    schema: dict[str, Any], followed: dict[str, Any]
+) -> None:
+    mine = copy.deepcopy(schema)
+    assert follow(mine)
+    assert mine == followed
+    assert _source("json", schema) == _source("json", followed)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"properties": {}},
+        POINT | {"additionalProperties": True},
+        POINT | {"additionalProperties": {"type": "string"}},
+        POINT | {"patternProperties": {"^y": {}}},
+        POINT | {"minProperties": 2},
+        POINT | {"required": ["x", "y"]},
+        {"allOf": [POINT, {"properties": {"y": {}}}]},
+        {"items": {"allOf": [POINT, {"properties": {"y": {}}}]}, "contains": POINT},
+        POINT | {"anyOf": [{"properties": {"y": {}}}, {"properties": {"z": {}}}]},
+        POINT | {"$ref": "#/$defs/q", "$defs": {"q": {"properties": {"y": {}}}}},
+        POINT | {"if": {"properties": {"y": {}}}, "then": {"properties": {"y": {}}}},
+    ],
+)
+def test_an_object_stays_open_where_it_says_so_or_others_have_a_say(schema: dict[str, Any]) -> None:
+    mine = copy.deepcopy(schema)
+    assert not follow(mine)
+    assert mine == schema

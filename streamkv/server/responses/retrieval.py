@@ -83,7 +83,8 @@ async def get_response(request: Request) -> ASGIApp:
         )
     if after is not None:
         raise GoneError(
-            f"{record.id}: its events were dropped; ask without starting_after for all of it anew",
+            f"{record.id}: its events were not kept, or were dropped; ask without starting_after "
+            "for all of it anew",
             code="events_dropped",
         )
     frames = _frames(record.response)
