@@ -187,9 +187,11 @@ class SamplingParams(OtherSamplingParams, kw_only=True, repr_omit_defaults=True)
                 with_beams, remedy = "with", "leave it out"
                 if not self.use_beam_search:
                     with_beams, remedy = "without", "leave it out, or set use_beam_search: true"
+                is_structure = isinstance(value, StructuredOutputs)
+                shown = value.kind if is_structure else json.dumps(value)
                 raise InvalidRequestError(
                     f"{name}: expected {' or '.join([default, *others])} {with_beams} "
-                    f"use_beam_search, got {json.dumps(value, default=repr):.100}; {remedy}",
+                    f"use_beam_search, got {shown:.100}; {remedy}",
                     param=name,
                 )
 

@@ -118,6 +118,10 @@ def test_what_makes_no_sense_together_is_an_error_that_names_the_field(field, pa
     [
         ({"stop": "."}, 'stop: expected none with use_beam_search, got ["."]; leave it out'),
         ({"logit_bias": {1: 2}}, 'logit_bias: expected none with use_beam_search, got {"1": 2}'),
+        (
+            {"structured_outputs": {"regex": "a+"}},
+            "structured_outputs: expected none with use_beam_search, got regex; leave it out",
+        ),
         ({"min_tokens": 1}, "min_tokens: expected the default (0) with use_beam_search, got 1"),
         ({"temperature": 0.5}, "temperature: expected the default (1.0) or 0.0 with use_beam_"),
         ({"n": 65}, "n: expected a number of beams in [1, 64], got 65"),

@@ -72,6 +72,8 @@ class AnswerPlan:
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """How to sample such answers. InvalidRequestError."""
+        if sampling.use_beam_search:
+            self._check_beams()
         changes: dict[str, Any] = {"structured_outputs": self._grammar()}
         formats = (self._tool_format, self.reasoning)
         if any(item is not None and item.shows_special_tokens for item in formats):
@@ -81,7 +83,7 @@ class AnswerPlan:
     def reader(self) -> AnswerReader | None:
         """What reads one answer; None where all of it is content."""
         # One that is free may reason against all that it was told, and is read as it comes.
-        is_free = self._structured is None and not self._must_call
+        is_free = self._structured is None and not self.must_call
         reasoning = self.reasoning if is_free else self._leading_reasoning
         parser = answer_parser(
             self._tokenizer,
@@ -94,10 +96,11 @@ class AnswerPlan:
         count = None
         if reasoning is not None:
             count = _ReasoningCount(self._tokenizer, reasoning, self._is_open)
-        return AnswerReader(parser, count, parallel=self._parallel, only_calls=self._must_call)
+        return AnswerReader(parser, count, parallel=self._parallel, only_calls=self.must_call)
 
     @property
-    def _must_call(self) -> bool:
+    def must_call(self) -> bool:
+        """Whether an answer has to be one or more calls."""
         return self._required and self._tool_format is not None
 
     @property
@@ -122,9 +125,30 @@ class AnswerPlan:
         if structured is not None:
             calls = self._calls(tool_format, required=True, reasoning=False)
             return self._after_reasoning(f"(%lark {{\n{calls}\n}} | @answer)", structured)
-        if any(tool["function"].get("strict") for tool in self.template_tools or ()):
+        if self._strict_names:
             return StructuredOutputs(lark=self._calls(tool_format, required=False))
         return None
+
+    @property
+    def _strict_names(self) -> list[str]:
+        """Of the tools whose calls obey their schemas."""
+        functions = (tool["function"] for tool in self.template_tools or ())
+        return [function["name"] for function in functions if function.get("strict")]
+
+    def _check_beams(self) -> None:
+        """InvalidRequestError for calls that must be made, or obey schemas: beams follow none."""
+        if self.must_call:
+            raise InvalidRequestError(
+                'tool_choice: expected "auto" or "none" with use_beam_search, got one by which the '
+                "answer must be a call; leave it out",
+                param="tool_choice",
+            )
+        if self._tool_format is not None and self._structured is None and self._strict_names:
+            raise InvalidRequestError(
+                "tools: expected none with strict: true with use_beam_search, got "
+                f"{self._strict_names[0]!r:.100}; leave strict out",
+                param="tools",
+            )
 
     def _calls(self, tool_format: ToolFormat, *, required: bool, reasoning: bool = True) -> str:
         """The grammar of answers that are calls, or text if they may be."""

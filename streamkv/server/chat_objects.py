@@ -26,7 +26,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Reasoning has both names that clients look for. `content` is null where tools were called
-    without a word."""
+    without a word, or had to be called."""
 
     role: str = "assistant"
     content: str | None

@@ -259,7 +259,7 @@ class ChatWriter:
         calls = _tool_calls([part for part in parts if isinstance(part, ToolCallPart)])
         shown = reasoning if reasoning and self._options.reasoning else UNSET
         return AssistantMessage(
-            content=content or (None if calls else ""),
+            content=content or (None if calls or self._plan.must_call else ""),
             reasoning=shown,
             reasoning_content=shown,
             tool_calls=calls or UNSET,

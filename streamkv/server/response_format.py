@@ -2,13 +2,13 @@
 vLLM's older `guided_*`.
 
 Owns these fields and how they become StructuredOutputs. Knows no grammar: whether a schema can be
-followed says the engine, when the request is admitted. Invariant: a schema is never decoded here;
-it is handed on as the JSON that the client sent.
+followed says the engine, when the request is admitted. Invariants: a schema is never decoded here;
+it is handed on as the JSON that the client sent; what several fields say is the same, or an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -36,6 +36,19 @@ class Structure(NamedTuple):
 
     outputs: StructuredOutputs
     field: str
+
+
+def agreed(found: Sequence[Structure]) -> Structure | None:
+    """The first of what several fields say; None of none. InvalidRequestError for one that says
+    something else."""
+    for other in found[1:]:
+        if other.outputs != found[0].outputs:
+            raise InvalidRequestError(
+                f"{other.field}: expected nothing else beside {found[0].field}, which says already "
+                "what the answer is to match; leave one out",
+                param=other.field,
+            )
+    return found[0] if found else None
 
 
 class _JsonSchema(msgspec.Struct):
@@ -70,7 +83,7 @@ class _StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructureFields(GenerationFields, kw_only=True):
-    """Fields of a request of which at most one may say what the answer is to match."""
+    """Fields of a request that say what the answer is to match: the same, where several do."""
 
     response_format: AnyJson = NULL
     structured_outputs: AnyJson = NULL
@@ -93,14 +106,7 @@ class StructureFields(GenerationFields, kw_only=True):
             )
             if outputs is not None
         ]
-        if len(found) > 1:
-            first, second = found[0].field, found[1].field
-            raise InvalidRequestError(
-                f"{second}: expected nothing beside {first}, which says already what the answer is "
-                "to match; leave one out",
-                param=second,
-            )
-        return found[0] if found else None
+        return agreed(found)
 
     def _guided(self) -> list[tuple[str, StructuredOutputs]]:
         given: list[tuple[str, str, Any]] = [

@@ -8,7 +8,9 @@ InvalidRequestError that names the message and the part; what was made here is l
 are joined by newlines; what an assistant refused in is what it said, and one that only called tools
 has said ""; what it reasoned is `reasoning_content`, whatever it was called; OpenAI's older
 `function_call` is one of `tool_calls`; the arguments of these, JSON in a string in OpenAI's form,
-become objects. A key with None is left out, others are handed over as they are.
+become objects. Arguments that are no JSON object, as of a call that was cut, become an empty one:
+every template can write that, and the conversation goes on. A key with None is left out, others are
+handed over as they are.
 """
 
 from __future__ import annotations
@@ -37,6 +39,16 @@ class Arguments(dict[str, Any]):
 
     def __radd__(self, other: str) -> str:
         return f"{other}{self}"
+
+
+def read_arguments(given: object) -> Arguments:
+    """Arguments of a call, an object or the JSON of one; empty ones for all else."""
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return Arguments()
+    return Arguments(given) if isinstance(given, Mapping) else Arguments()
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -130,17 +142,9 @@ def _tool_call(call: object, name: str) -> Mapping[str, Any]:
     if "function" in call:
         function = _tool_call(call["function"], f"{name}.function")
         return {"type": "function", **call, "function": function}
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _arguments(arguments, f"{name}.arguments")
-    return {**call, "arguments": Arguments(arguments)} if isinstance(arguments, Mapping) else call
-
-
-def _arguments(text: str, name: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        _refuse(name, "a JSON object in a string", f"{text!r:.100}")
+    if "arguments" not in call:
+        return call
+    return {**call, "arguments": read_arguments(call["arguments"])}
 
 
 def _refuse(name: str, expected: str, got: str) -> NoReturn:

@@ -216,7 +216,7 @@ def _tool(tool: Any, param: str) -> Tool | None:
         _refuse(found, "a JSON Schema", type(parameters).__name__)
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        _refuse(found, 'the schema of an object ("type": "object")', f"{kind!r:.100}")
+        _refuse(found, 'the schema of an object ("type": "object")', json.dumps(kind)[:100])
     try:
         check_numbers(parameters)
         parameters = msgspec.json.decode(msgspec.json.encode(parameters))  # the prompt's stay

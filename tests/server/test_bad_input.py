@@ -74,7 +74,7 @@ CASES = [
     (CHAT, said(role="user", content=[{}]), 400, "messages[1].content[0].type"),
     (
         CHAT,
-        said(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+        said(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
         400,
         "messages[1].tool_calls[0].function.arguments",
     ),

@@ -46,6 +46,7 @@ def calling() -> Iterator[Server]:
     [
         ({"text": {"format": FORMAT}}, "json_schema"),
         ({"text": {"format": FORMAT | {"strict": False}}}, "json_schema"),
+        ({"text": {"format": FORMAT}, "structured_outputs": {"json": SCHEMA}}, "json_schema"),
         ({"structured_outputs": {"json": SCHEMA}}, "text"),
         ({"guided_json": SCHEMA}, "text"),
     ],

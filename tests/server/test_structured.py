@@ -87,6 +87,8 @@ AS_TEXT: dict[str, Any] = {
 }
 
 
+GRAMMAR = 'start: "x" y\ny: "1" | "2"'
+
 AS_OTHERS: dict[str, Any] = {
     "response_format": {"type": "json_schema", "schema": SCHEMA},
     "guided_json": SCHEMA,
@@ -122,6 +124,38 @@ def test_a_schema_is_followed_whoever_names_it(
 def test_other_kinds_are_followed_too(masked: Server, fields: dict[str, Any], pattern: str) -> None:
     for stream in (False, True):
         assert re.fullmatch(pattern, content(masked, CHAT, stream, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_grammar": GRAMMAR, "structured_outputs": {"grammar": GRAMMAR}}, "x[12]"),
+        ({"guided_regex": "ab?", "structured_outputs": {"regex": "ab?"}}, "ab?"),
+        ({"guided_choice": ["a", "b"], "structured_outputs": {"choice": ["a", "b"]}}, "a|b"),
+        (AS_SCHEMA, r"\{.*\}"),
+    ],
+)
+def test_several_fields_may_say_the_same(
+    masked: Server, fields: dict[str, Any], pattern: str
+) -> None:
+    for path in (CHAT, TEXT):
+        assert re.fullmatch(pattern, content(masked, path, False, **fields), re.DOTALL)
+
+
+def test_fields_that_say_different_things_are_a_400(masked: Server) -> None:
+    different: list[dict[str, Any]] = [
+        {"structured_outputs": {"regex": "a"}, "guided_regex": "b"},
+        {"structured_outputs": {"regex": "a"}, "guided_grammar": GRAMMAR},
+        {"structured_outputs": {"json": SCHEMA}, "guided_json": {"type": "object"}},
+        {"response_format": json_schema(SCHEMA), "guided_json": {"type": "object"}},
+        {**AS_SCHEMA, "guided_regex": "a"},
+    ]
+    with masked.client() as client:
+        for fields in different:
+            error = client.post(CHAT, json={"messages": [USER], **fields}).json()["error"]
+            first, *_, last = fields
+            told = f"{last}: expected nothing else beside {first}, which"
+            assert error["param"] == last and error["message"].startswith(told)
 
 
 @pytest.mark.parametrize("field", ["response_format", "structured_outputs", "guided_json_object"])
@@ -293,6 +327,14 @@ def test_a_required_call_that_is_cut_off_has_no_content(kind: str, stream: bool)
                 choice = ask(server, stream=stream, max_tokens=num_tokens, **fields)
                 assert choice["finish_reason"] == "length"
                 assert not choice["message"]["content"]
+                if not stream:
+                    assert choice["message"]["content"] is None
+                    continue
+                body = {"messages": [USER], "stream": True, "max_tokens": num_tokens, **fields}
+                with server.client() as client:
+                    events = read_events(client.post(CHAT, json=body).text)[:-1]
+                deltas = [event["choices"][0]["delta"] for event in events]
+                assert [delta.get("content") for delta in deltas] == [""] + [None] * len(deltas[1:])
 
 
 def test_the_official_client_gets_arguments_of_strict_tools() -> None:
@@ -324,6 +366,45 @@ def test_calls_that_nobody_requires_obey_strict_tools_and_text_stays_free() -> N
         for tools, status in (([PET_TOOL], 200), ([strict], 400)):
             answer = client.post(CHAT, json=body | {"tools": tools})
             assert answer.status_code == status, "a grammar is what beams can't follow"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"structured_outputs": {"regex": "a+"}},
+            "structured_outputs: expected none with use_beam_search, got regex; leave it out",
+        ),
+        (
+            {"guided_json": SCHEMA},
+            "guided_json: expected none with use_beam_search, got json; leave it out",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "tools": [PET_TOOL]},
+            "response_format: expected none with use_beam_search, got json_object; leave it out",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            'tool_choice: expected "auto" or "none" with use_beam_search, got one by',
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": NAMED},
+            'tool_choice: expected "auto" or "none" with use_beam_search, got one by',
+        ),
+        (
+            {"tools": [PET_TOOL, tool("f", strict=True)]},
+            "tools: expected none with strict: true with use_beam_search, got 'f'; leave strict",
+        ),
+    ],
+)
+def test_what_beams_cant_follow_is_named_as_the_client_sent_it(
+    fields: dict[str, Any], message: str
+) -> None:
+    with babbling("hermes") as server, server.client() as client:
+        body = {"messages": [USER], "use_beam_search": True, "n": 2, "max_tokens": 5}
+        error = client.post(CHAT, json=body | fields).json()["error"]
+    assert error["message"].startswith(message), error
+    assert error["param"] == message.partition(":")[0]
 
 
 # --- what can't be followed -------------------------------------------------------------------

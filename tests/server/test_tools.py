@@ -263,6 +263,21 @@ def test_tools_calls_and_results_reach_the_template() -> None:
     assert server.tokenizer.decode(tokens, skip_special_tokens=False) == prompt
 
 
+def test_a_conversation_goes_on_after_a_call_that_was_cut() -> None:
+    with saying("ok", "hermes") as server:
+        prompts = [
+            prompt_of(server, messages=[USER, {"role": "assistant", **called}, USER])
+            for arguments in ('{"city": "Os', "[1]", "{}")
+            for function in [{"name": "weather", "arguments": arguments}]
+            for called in (
+                {"tool_calls": [{"type": "function", "function": function}]},
+                {"function_call": function},
+            )
+        ]
+    assert "[weather {} ]<|im_end|>" in prompts[-1]
+    assert set(prompts) == {prompts[-1]}
+
+
 def test_with_none_the_model_is_told_of_no_tools_and_calls_are_text() -> None:
     text = CALLS["hermes"][0]
     with saying(text, "hermes") as server:

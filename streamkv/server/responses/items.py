@@ -6,8 +6,8 @@ transport. Invariants: what can't be handed to a template is an InvalidRequestEr
 item's field (`input[2].content[0].type`); what follows from items is the same each time.
 
 An assistant's turn is one message: its reasoning, its text and its calls are items that follow each
-other, and belong together in a template. A call that a model began and did not end well (its
-arguments are no JSON object) is shown to it without arguments: the conversation goes on.
+other, and belong together in a template. A call whose arguments are no JSON object, since the model
+did not end it well, is shown to it without arguments: the conversation goes on.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from sys import getsizeof
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...errors import InvalidRequestError
+from ...text.chat_messages import read_arguments
 from ..request_fields import Name
 from .object import (
     CALL,
@@ -84,12 +84,6 @@ def check_item(item: InputItem, param: str) -> None:
             _text(item.content, f"{param}.content")
         case "function_call":
             _require(item, param, "call_id", "name", "arguments")
-            if _object(item.arguments or "") is None:
-                raise InvalidRequestError(
-                    f"{param}.arguments: expected a JSON object in a string, got "
-                    f"{(item.arguments or '')[:100]!r}",
-                    param=f"{param}.arguments",
-                )
         case "function_call_output":
             _require(item, param, "call_id", "output")
             _text(item.output, f"{param}.output")
@@ -143,13 +137,6 @@ def _part_text(part: ContentPart, param: str, kinds: Sequence[str]) -> str:
             f"{param}.{name}: required field is missing", param=f"{param}.{name}"
         )
     return text
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
 
 
 # --- as messages ------------------------------------------------------------------------------
@@ -230,8 +217,7 @@ def _message_text(item: Any) -> str:
 
 
 def _tool_call(item: Any) -> dict[str, Any]:
-    arguments = _object(item.arguments or "") or {}
-    function = {"name": item.name, "arguments": arguments}
+    function = {"name": item.name, "arguments": read_arguments(item.arguments)}
     return {"id": item.call_id, "type": "function", "function": function}
 
 

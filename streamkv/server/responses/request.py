@@ -8,7 +8,8 @@ that names it. Accepted although they change nothing here are hints (`user`, `sa
 `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_options.mode` and `.ttl`,
 `service_tier`, `background_options.continuation_id`, `include_obfuscation` in `stream_options`),
 what concerns only tools that this server would run itself (`max_tool_calls`, most of `include`),
-and `reasoning.encrypted_content` in `include`: reasoning comes as text, which can be sent back.
+`reasoning.encrypted_content` in `include`: reasoning comes as text, which can be sent back, and
+`reasoning.summary` "auto", as its older name `generate_summary`: there is no other summary of it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..request_fields import (
     SAMPLING_NOT_HONOURED,
     Name,
 )
-from ..response_format import MAX_STRUCTURE_BYTES, Structure, StructureFields
+from ..response_format import MAX_STRUCTURE_BYTES, Structure, StructureFields, agreed
 from ..wire import Advice, NotHonoured, encode, renaming_fields
 from .input import Input
 from .object import CacheRetention, ReasoningConfig, Response
@@ -189,8 +190,8 @@ class ResponseRequest(StructureFields, kw_only=True):
         if self.text is not None:
             _require_default("text.verbosity", self.text.verbosity, "medium")
         if self.reasoning is not None:
-            _require_default("reasoning.summary", self.reasoning.summary, None)
-            _require_default("reasoning.generate_summary", self.reasoning.generate_summary, None)
+            _require_default("reasoning.summary", self.reasoning.summary, "auto")
+            _require_default("reasoning.generate_summary", self.reasoning.generate_summary, "auto")
             _require_default("reasoning.context", self.reasoning.context, "auto")
             _require_default("reasoning.mode", self.reasoning.mode, "standard")
         if self.prompt_cache_options is not None:
@@ -218,14 +219,8 @@ class ResponseRequest(StructureFields, kw_only=True):
 
     def answer_structure(self) -> Structure | None:
         """What the answer is to match. InvalidRequestError."""
-        of_text, of_extension = read_format(self.text), self.structure()
-        if of_text is not None and of_extension is not None:
-            raise InvalidRequestError(
-                f"{of_extension.field}: expected nothing beside text.format, which says already "
-                "what the answer is to match; leave one out",
-                param=of_extension.field,
-            )
-        return of_text or of_extension
+        found = (read_format(self.text), self.structure())
+        return agreed([structure for structure in found if structure is not None])
 
     @contextmanager
     def own_field_names(self) -> Iterator[None]:
@@ -296,8 +291,9 @@ class ResponseRequest(StructureFields, kw_only=True):
 
 def _require_default(param: str, value: str | None, default: str | None) -> None:
     if value is not None and value != default:
+        expected = "null" if default is None else repr(default)
         raise InvalidRequestError(
-            f"{param}: expected {default!r}, got {value!r:.100}, which this server can't do; "
+            f"{param}: expected {expected}, got {value!r:.100}, which this server can't do; "
             "leave it out",
             param=param,
             code="unsupported",
