@@ -37,6 +37,7 @@ class Generation:
         self.num_held_bytes = 0  # of what it will hold once it has ended, besides text and events
         self._on_ended: list[Callable[[], None]] = []
         self._stack = AsyncExitStack()
+        self._settled = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
 
     def on_ended(self, callback: Callable[[], None]) -> None:
@@ -45,16 +46,28 @@ class Generation:
 
     async def admit(self, sources: Sequence[Source]) -> None:
         """Enter all sources or none; raises what entering one of them does."""
-        async with AsyncExitStack() as stack:
-            for source in sources:
-                if self.streams:
-                    await asyncio.sleep(0)  # many prompts may be tokenized here: let others run
-                stream = await stack.enter_async_context(source)
-                self.streams.append(stream)
-                if self.is_cancelled:
-                    stream.cancel()
-            self._stack = stack.pop_all()
+        try:
+            async with AsyncExitStack() as stack:
+                for source in sources:
+                    if self.streams:
+                        await asyncio.sleep(0)  # many prompts may be tokenized here: let others run
+                    stream = await stack.enter_async_context(source)
+                    self.streams.append(stream)
+                    if self.is_cancelled:
+                        stream.cancel()
+                self._stack = stack.pop_all()
+        except BaseException as error:
+            self.error = error
+            self.streams = []
+            raise
+        finally:
+            self._settled.set()
         self.is_admitted = True
+
+    async def wait_settled(self) -> None:
+        """Until all prompts are admitted or none will be. Who waits goes on before the streams can
+        be let go of."""
+        await self._settled.wait()
 
     def cancel(self) -> None:
         """End it soon, whatever state it is in. Idempotent."""
@@ -71,6 +84,7 @@ class Generation:
         if self.is_ended:
             return
         self.is_ended = True
+        self._settled.set()
         for stream in self.streams:
             stream.cancel()
         for callback in self._on_ended:

@@ -24,14 +24,16 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
+from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
 
+from ..errors import EngineDeadError
 from .direct_write import WRITE, DirectWriter, WritersProtocol, batch_of
-from .wire import encode, http_error_body
+from .wire import error_response, http_error_body, json_response
 
 MAX_HEAD_BYTES = 64 * 1024  # and what one read brings with its end
 HEAD_S = 30.0  # from the connection, or from the first byte behind a request
@@ -76,6 +78,10 @@ class BodyWriter(DirectWriter):
             self._cycle.expected_content_length = 0
 
 
+def _http_error(status: HTTPStatus, message: str) -> Response:
+    return json_response(http_error_body(status, message), status)
+
+
 @functools.lru_cache(4096)
 def _chunk_head(num: int) -> bytes:
     return b"%x\r\n" % num
@@ -117,8 +123,13 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
             self.cycle.transport = self.transport  # which knows nothing of this protocol now
 
     def shutdown(self) -> None:
+        """What isn't whole yet would only be refused once it is."""
         self._keeps_alive = False
-        super().shutdown()
+        if self._is_awaited:
+            error = EngineDeadError("the server is shutting down: send the request again")
+            self._refuse(error_response(error))
+        else:
+            super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         if self._is_last:
@@ -207,6 +218,15 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether some of a request has come, not all of it, and no answer has begun."""
+        if self._is_last or self.transport.is_closing():
+            return False
+        if self._is_answering:
+            return self.cycle.more_body and not self.cycle.response_started
+        return self._num_head_bytes > 0
+
     def send_400_response(self, msg: str) -> None:
         self._reject(HTTPStatus.BAD_REQUEST, msg)
 
@@ -216,7 +236,7 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
             self._is_last = True
             self.cycle.keep_alive = False
             return
-        self._refuse(status, message)
+        self._refuse(_http_error(status, message))
 
     def _wait(self, limit_s: float) -> None:
         """For the client to send the rest of a head, or more of a body."""
@@ -233,14 +253,15 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
             return  # without what it did not wait for
         if self._is_answering or self._num_head_bytes:
             message = "expected the rest of the request, got nothing of it in time"
-            return self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
+            return self._refuse(_http_error(HTTPStatus.REQUEST_TIMEOUT, message))
         self.transport.close()
 
-    def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Whatever else the client has to say."""
-        body = encode(http_error_body(status, message))
-        head = STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+    def _refuse(self, response: Response) -> None:
+        """Answer with this, whatever else the client has to say."""
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        head = STATUS_LINE[response.status_code] + lines
+        self.transport.write(b"%b\r\n%b" % (head, bytes(response.body)))
         if self._is_answering:  # by this
             self.cycle.disconnected = True
             self.cycle.message_event.set()

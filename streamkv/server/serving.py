@@ -2,10 +2,10 @@
 
 Owns the order of a shutdown. Knows nothing about endpoints. Invariants:
 
-- A shutdown cuts nobody in silence. Nothing new is taken, what runs may finish for `grace_s`;
-  then the engine ends it, and `end_s` are left for readers to be told, over HTTP and WebSocket
-  alike. Only who still doesn't read then is cut. The engine closes last, and keeps what it can for
-  the next start. A second signal skips all waiting.
+- A shutdown cuts nobody in silence. Nothing new is taken, nor what hasn't come whole; what runs may
+  finish for `grace_s`; then the engine ends it, and `end_s` are left for readers to be told, over
+  HTTP and WebSocket alike. Only who still doesn't read then is cut. The engine closes last, and
+  keeps what it can for the next start. A second signal skips all waiting.
 - What a client does wrong is told to the client, not to the log.
 """
 
@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
             if isinstance(connection, WebSocketProtocol):
                 connection.close_timeout = CLOSING_HANDSHAKE_S  # its application closes it
             else:
-                connection.shutdown()  # at once, or after the answer that is being sent
+                connection.shutdown()  # at once, or after the answer that is made or sent
         if not await self._wait_until(self._is_idle, self._grace_s):
             connections = counted(len(self.server_state.connections), "connection")
             logger.warning("shutting down: ending the answers on %s", connections)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 
 from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from ..errors import InvalidRequestError
 from .answer import PLAIN, OnDisconnect, Policy
 from .answers import Ended, answers_of, result_of
+from .generation import Generation
 from .ids import answer_id_of
 from .request_fields import MAX_REQUEST_ID_LEN, REQUEST_ID_PATTERN
 from .sse import REQUEST_ID, last_event_id, resume_answer
@@ -106,14 +108,23 @@ async def get_stream(request: Request) -> ASGIApp:
 
 async def get_request(request: Request) -> ASGIApp:
     found = answers_of(request).find(request, request.path_params["id"])
-    return json_response(found.result if isinstance(found, Ended) else result_of(found))
+    return await _result_response(found)
 
 
 async def cancel_request(request: Request) -> ASGIApp:
     found = answers_of(request).find(request, request.path_params["id"])
+    if isinstance(found, Generation):
+        found.cancel()
+    return await _result_response(found)
+
+
+async def _result_response(found: Generation | Ended) -> Response:
+    """What came of it. One that is cancelled gets no more tokens, but more prompts while they are
+    admitted: its counts are those at its end."""
     if isinstance(found, Ended):
         return json_response(found.result)
-    found.cancel()
+    if found.is_cancelled:
+        await found.wait_settled()
     return json_response(result_of(found))
 
 

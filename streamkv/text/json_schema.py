@@ -82,7 +82,6 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
     properties, required = schema.get("properties"), schema.get("required", ())
     return (
         isinstance(properties, Mapping)
-        and bool(properties)
         and not any(key in schema for key in ("additionalProperties", "patternProperties"))
         and "minProperties" not in schema
         and isinstance(required, list | tuple)

@@ -211,7 +211,7 @@ def _tool(tool: Any, param: str) -> Tool | None:
         )
     found = Tool(name, {}, function.get("strict") is True, param)
     if parameters is None:
-        parameters = {}
+        parameters = {"properties": {}}  # it takes none
     if not isinstance(parameters, Mapping):
         _refuse(found, "a JSON Schema", type(parameters).__name__)
     kind = parameters.get("type", "object")

@@ -6,16 +6,23 @@ two more after an abort are all that it may take until every block is free.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
-from fakes import FakeRunner, expected_tokens
-from server.harness import DEADLINE_S, VOCAB_SIZE, fake_runner, serve
+from fakes import FakeMaskBoard, FakeRunner, expected_tokens
+from server.harness import DEADLINE_S, VOCAB_SIZE, Server, fake_runner, read_events, serve
 from server.raw_client import CHAT, RESPONSES, TEXT, Client, Device, Gate
 from websockets.sync.client import connect
+
+from streamkv.engine.grammars import GrammarCompilations
+from streamkv.engine.reception import Reception
+from streamkv.server.generation import Generation
 
 BUDGET = 64  # tokens of a step
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
@@ -230,6 +237,109 @@ def test_delete_of_what_has_ended_gives_its_result_and_of_what_never_was_a_404(
     assert result["status"] == "finished"
     assert result["choices"] == [{"index": 0, "text": text, "finish_reason": "length"}]
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
+
+
+TOOL = {"type": "function", "function": {"name": "go", "parameters": {"properties": {}}}}
+
+
+class Held:
+    """A request whose `num`-th call of an engine's method is held up until `release`."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, server: Server, owner: type, name: str, num: int
+    ) -> None:
+        self._server, self._left = server, num
+        self._is_held, self._gate = False, asyncio.Event()
+        call = getattr(owner, name)
+
+        async def held(*args: Any, **kwargs: Any) -> Any:
+            self._left -= 1
+            if self._left == 0:
+                self._is_held = True
+                await self._gate.wait()
+            return await call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, held)
+
+    def wait(self) -> Generation:
+        """Until it is held up."""
+        self._server.wait_until(lambda: self._is_held)
+        [generation] = self._server.serving.app.state.answers._running.values()
+        return cast("Generation", generation)
+
+    def release(self) -> None:
+        self._server.engine_call(self._gate.set)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "more", "held"),
+    [
+        (TEXT, {"prompt": ["a", "b", "the"]}, (Reception, "admit", 3)),
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": "hi"}],
+                "tools": [TOOL],
+                "tool_choice": "required",
+            },
+            (GrammarCompilations, "open", 1),
+        ),
+    ],
+    ids=["prompts", "grammar"],
+)
+def test_a_cancelled_request_that_is_still_admitted_has_the_counts_of_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    more: dict[str, Any],
+    held: tuple[type, str, int],
+    stream: bool,
+) -> None:
+    gate = threading.Semaphore(0)
+    with (
+        serve(fake_runner(gate=gate, masks=FakeMaskBoard(VOCAB_SIZE))) as server,
+        server.client() as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        held_up = Held(monkeypatch, server, *held)
+        body = more | {"request_id": "it", "stream": stream}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        answer = threads.submit(client.post, path, json=body)
+        generation = held_up.wait()
+        results = [threads.submit(client.delete, "/v1/requests/it")]
+        server.wait_until(lambda: generation.is_cancelled)
+        results.append(threads.submit(client.get, "/v1/requests/it"))
+        held_up.release()
+        text = answer.result(DEADLINE_S).text
+        told = [result.result(DEADLINE_S).json() for result in results]
+        told.append(client.get("/v1/requests/it").json())
+        gate.release(1000)
+    usage = (read_events(text)[-2] if stream else json.loads(text))["usage"]
+    assert usage["prompt_tokens"] > 2 and usage["completion_tokens"] == 0
+    for result in told:
+        assert result["status"] == "cancelled"
+        assert {one["finish_reason"] for one in result["choices"]} == {"abort"}
+        assert result["usage"].items() <= usage.items()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cancelled_request_that_is_not_admitted_has_failed_with_nothing(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    with serve() as server, server.client() as client, ThreadPoolExecutor() as threads:
+        held_up = Held(monkeypatch, server, Reception, "admit", 2)
+        body = {"prompt": [[5], [VOCAB_SIZE]], "request_id": "it", "stream": stream}
+        answer = threads.submit(client.post, TEXT, json=body)
+        generation = held_up.wait()
+        deleting = threads.submit(client.delete, "/v1/requests/it")
+        server.wait_until(lambda: generation.is_cancelled)
+        held_up.release()
+        assert answer.result(DEADLINE_S).status_code == 400
+        result = deleting.result(DEADLINE_S).json()
+        server.wait_idle()
+    assert (result["status"], result["choices"]) == ("failed", [])
+    assert result["usage"]["total_tokens"] == 0
 
 
 # --- slow readers ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -19,10 +19,13 @@ from typing import Any
 import httpx
 import pytest
 from fakes import expected_tokens
-from server.harness import DEADLINE_S, VOCAB_SIZE, fake_runner, serve
+from server.harness import DEADLINE_S, VOCAB_SIZE, Server, fake_runner, serve
+from server.raw_client import NEXT, Client
 from tiny import save_tiny_checkpoint
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
+
+from streamkv.server import http_protocol
 
 TEXT = "/v1/completions"
 BODY = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -320,18 +323,63 @@ def test_readers_that_do_not_read_hold_the_exit_for_the_grace_only(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_uploads_that_never_end_are_dropped_without_a_word_in_the_log(
+HEAD = f"POST {TEXT} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode()
+PARTS = {
+    "part of a head": HEAD,
+    "a head": HEAD + b"Content-Length: 99\r\n\r\n",
+    "part of a body": HEAD + b"Content-Length: 99\r\n\r\n{",
+    "a chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+}
+
+
+def send_parts(server: Server, parts: Iterable[bytes]) -> list[socket.socket]:
+    """A connection for each of these beginnings of a request, which the server has read."""
+    clients = [Client(server, "bytes", data=part) for part in parts]
+    other = Client(server, "bytes", data=NEXT)
+    other.receive_until(b"\r\n\r\n")
+    other.leave()
+    return [client.socket for client in clients]
+
+
+def assert_refused(answer: bytes) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"connection: close" in head and b"retry-after: " in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "engine_dead")
+    assert "shutting down" in error["message"]
+
+
+def test_requests_that_are_not_whole_are_refused_while_answers_finish(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serve(grace_s=0.2, end_s=0.2) as server:
-        with socket.create_connection(("127.0.0.1", server.port)) as asking:
-            asking.sendall(
-                f"POST {TEXT} HTTP/1.1\r\nHost: {server.host}\r\n"
-                "Content-Length: 99\r\n\r\n{".encode()
-            )
-            server.wait_until(lambda: len(server.serving.server_state.tasks) == 1)
-            server.close()
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    gate = threading.Semaphore(4)
+    with (
+        serve(fake_runner(gate=gate), grace_s=10 * DEADLINE_S) as server,
+        server.client() as client,
+        streaming(client, BODY) as data,
+    ):
+        sockets = send_parts(server, [PARTS["part of a head"], PARTS["part of a body"]])
+        server.serving.should_exit = True
+        for asking in sockets:
+            with asking, asking.makefile("rb") as answer:
+                assert_refused(answer.read())
+        gate.release(1000)
+        assert [*data][-1] == "[DONE]"
+    assert caplog.records == []
+
+
+def test_requests_that_never_become_whole_are_refused_and_do_not_hold_the_exit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.05)
+    with serve(grace_s=10 * DEADLINE_S) as server:
+        sockets = send_parts(server, PARTS.values())
+        server.close()
+        for asking in sockets:
+            with asking, asking.makefile("rb") as answer:
+                assert_refused(answer.read())
+    assert caplog.records == []
 
 
 # --- new requests ----------------------------------------------------------------------------

@@ -196,6 +196,7 @@ CLOSED = POINT | {"additionalProperties": False}
     ("schema", "followed"),
     [
         (POINT, CLOSED),
+        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
         ({"items": POINT}, {"items": CLOSED}),
         ({"anyOf": [POINT, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
         ({"allOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": POINT}, "description": "d"},)
@@ -223,7 +224,6 @@ def test_an_object_has_no_properties_but_those_that_are_named(
     "schema",
     [
         {"type": "object"},
-        {"properties": {}},
         POINT | {"additionalProperties": True},
         POINT | {"additionalProperties": {"type": "string"}},
         POINT | {"patternProperties": {"^y": {}}},
@@ -240,3 +240,11 @@ def test_an_object_stays_open_where_it_says_so_or_others_have_a_say(schema: dict
     mine = copy.deepcopy(schema)
     assert not follow(mine)
     assert mine == schema
+
+
+@pytest.mark.parametrize("parameters", [None, {"type": "object", "properties": {}, "required": []}])
+def test_a_function_without_parameters_takes_none(parameters: Any) -> None:
+    (tool,) = read_tools([{"type": "function", "name": "now", "parameters": parameters}])
+    matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_json_schema(json.dumps(tool.parameters)))
+    assert matcher.deep_copy().try_consume_tokens(list(b'{"a')) == 1
+    assert matcher.try_consume_tokens(list(b"{}")) == 2 and matcher.is_accepting()
