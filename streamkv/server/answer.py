@@ -98,7 +98,8 @@ class Answer(Generation):
             raise
         if self.is_paused:  # the reader has left meanwhile
             self._pause()
-        self._intake.begin(self.streams)
+        if not self.is_ended:
+            self._intake.begin(self.streams)
         self._guard(lambda: self._emit(self._writer.begin(self.streams)))
         if len(self.streams) == 1:
             self.streams[0].subscribe(self._on_only_stream)

@@ -14,8 +14,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import os
+import sys
+import termios
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +144,15 @@ def _plain_socket(transport: asyncio.Transport) -> int:
         return -1
     number: int = socket.fileno()
     return number
+
+
+def num_on_its_way(transport: asyncio.Transport) -> int:
+    """Bytes that the client's machine has not acknowledged yet, where the system tells (Linux:
+    ioctl SIOCOUTQ); else those that the transport holds."""
+    held = bytearray(4)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+    return transport.get_write_buffer_size() + int.from_bytes(held, sys.byteorder)
 
 
 class WritersProtocol(asyncio.Protocol):

@@ -13,7 +13,7 @@ HTTP/1.0. Knows nothing about endpoints. Invariants:
 - A connection goes on only behind a request that was read to its end. Otherwise its end comes in
   two steps (RFC 9112, 9.6): a connection that is closed with something unread is reset, which may
   take the answer with it. So the client is told that nothing more comes, and what it sends is read
-  and thrown away until it closes too, for LINGER_S at most.
+  and thrown away until it closes too, or has had some seconds for that.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from ..errors import EngineDeadError
-from .direct_write import WRITE, DirectWriter, WritersProtocol, batch_of
+from .direct_write import WRITE, DirectWriter, WritersProtocol, batch_of, num_on_its_way
 from .wire import error_response, http_error_body, json_response
 
 MAX_HEAD_BYTES = 64 * 1024  # and what one read brings with its end
 HEAD_S = 30.0  # from the connection, or from the first byte behind a request
 STALL_S = 30.0  # between two pieces of a body
-LINGER_S = 2.0  # from the end of an answer
+LINGER_S = 2.0  # for a client to close, once it has been sent everything
 _ENDLESS_BYTES = 1 << 62
 
 
@@ -121,6 +121,7 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
         super().connection_lost(exc)
         if self.cycle is not None:
             self.cycle.transport = self.transport  # which knows nothing of this protocol now
+            self.cycle.scope.pop("extensions", None)  # nor does anything in there
 
     def shutdown(self) -> None:
         """What isn't whole yet would only be refused once it is."""
@@ -281,9 +282,17 @@ class HttpProtocol(WritersProtocol, HttpToolsProtocol):
         self.flow.resume_reading()
         self._linger()
 
-    def _linger(self) -> None:
-        """Until the client has been sent everything, and some time to close."""
+    def _linger(self, num_unsent: int = 0, waited_s: float = 0.0) -> None:
+        """Until the client has been sent everything, and some time to close. Of one that reads
+        nothing for STALL_S nothing is read any more either."""
         self._wait_no_more()
-        is_sent = not self.transport.get_write_buffer_size()
-        then = self.transport.close if is_sent else self._linger
-        self._deadline = self.loop.call_later(LINGER_S, then)
+        before, num_unsent = num_unsent, num_on_its_way(self.transport)
+        waited_s = 0.0 if num_unsent < before else waited_s + LINGER_S
+        if not num_unsent or waited_s > STALL_S:
+            self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self._deadline = self.loop.call_later(LINGER_S, self._linger, num_unsent, waited_s)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.is_over:  # then the end has its own time
+            super().timeout_keep_alive_handler()

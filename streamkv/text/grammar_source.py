@@ -18,7 +18,7 @@ import msgspec
 from llguidance import LLMatcher, gbnf_to_lark
 
 from ..structured import StructuredOutputs
-from .json_schema import check_numbers, follow
+from .json_schema import prepare
 from .structural_tags import structural_tag_lark
 
 if TYPE_CHECKING:
@@ -75,12 +75,10 @@ def _source(structured: StructuredOutputs, special_tokens: Collection[str]) -> s
 
 def _lark(grammar: str) -> str:
     """GBNF defines by `::=`, Lark by a colon."""
-    is_gbnf = "::=" in _QUOTED.sub("", grammar) and not gbnf_to_lark.is_lark_syntax(grammar)
-    return gbnf_to_lark.gbnf_to_lark(grammar) if is_gbnf else grammar
+    return gbnf_to_lark.gbnf_to_lark(grammar) if _GBNF_RULE.search(grammar) else grammar
 
 
-# What either has in quotes, brackets or slashes, and behind a comment's sign.
-_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|//.*|/(?:\\.|[^/\\\n])+/|#.*')
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 def _framed(source: str, frame: str) -> str:
@@ -115,8 +113,7 @@ def _json(schema: str, options: JsonCompileOptions) -> str:
         schema = "{}"
     source = str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
     decoded = _decode(schema)  # JSON, now that the library has read it
-    check_numbers(decoded)
-    if not follow(decoded):
+    if not prepare(decoded):
         return source
     return str(LLMatcher.grammar_from_json_schema(_encode(decoded).decode(), overrides=options))
 

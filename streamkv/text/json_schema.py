@@ -2,16 +2,17 @@
 
 Owns which numbers it would change, which formats mean nothing, and which objects are closed. Knows
 no grammars. Invariants: a number that the library's grammar admits is within the schema's bounds,
-and is the one that `const` or `enum` names; what is changed here admits no answer that the schema
-doesn't.
+and an integer is the one that `const` or `enum` names; what is changed here admits no answer that
+the schema doesn't.
 
 - The library reads a number as a double, and as a 64-bit integer where integers are bounded. A
   bound beyond is taken for the nearest there is. That makes some narrower, which does no harm
   (`maximum` of an unsigned 64-bit integer), and others wider: those are refused.
 - A format that JSON Schema doesn't know restricts nothing (2020-12, Validation, 7.2.3).
 - An object whose schema names `properties` may have others by JSON Schema, and a small model goes
-  on to invent some. It has none here, unless `additionalProperties` says so, or schemas are
-  combined, so that one doesn't know the properties of the other.
+  on to invent some. It has none here, unless `additionalProperties` says so. Where two schemas may
+  have a say in one object, here or elsewhere in the document, all objects stay as they are: one
+  schema doesn't know the other's properties, and two of `oneOf` may differ by them alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _INT64 = 1 << 63
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("const", "enum", "default", "examples")
+_VALUES = ("const", "enum", "default", "examples", "example")
 
 
 # Of all versions. Others are hints for programs: "binary", "password", "int32", …
@@ -39,26 +40,37 @@ _FORMATS = frozenset(
 # What may name, ask for or forbid properties.
 _OF_OBJECTS = (
     *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "allOf", "anyOf", "oneOf", "$ref", "$dynamicRef"),
+    *("minProperties", "maxProperties", "allOf", "anyOf", "$ref", "$dynamicRef"),
 )
-_COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")
-_CONDITIONS = (
-    *("not", "if", "then", "else", "dependentSchemas", "dependencies"),
-    *("unevaluatedProperties", "dependentRequired"),
+_COMBINING = ("allOf", "anyOf", "$ref", "$dynamicRef")
+_ALWAYS_COMBINING = (
+    *("oneOf", "not", "if", "then", "else", "contains", "dependentSchemas", "dependencies"),
+    *("dependentRequired", "unevaluatedProperties"),
 )
 
 
-def follow(schema: Any) -> bool:
-    """Change it into the schema to follow; False if there is nothing to change."""
+def prepare(schema: Any) -> bool:
+    """Change it into the schema to follow; False if there is nothing to change. ValueError for a
+    number that can't be followed. Integers are ints in it, other numbers Decimals or floats."""
     schemas = [one for one in _schemas(schema) if isinstance(one, dict)]
-    hinted = [one for one in schemas if _is_hinted(one)]
-    are_whole = not any(map(_is_combined, schemas))
-    opened = [one for one in schemas if are_whole and _is_open(one)]
+    are_whole, hinted, objects = True, [], []
+    for one in schemas:
+        _check_bounds(one)
+        values = [one[key] for key in ("const", "enum") if key in one]
+        if values:
+            are_whole = not _have_objects(values) and are_whole
+        are_whole = are_whole and not _is_combined(one)
+        if _is_hinted(one):
+            hinted.append(one)
+        if "properties" in one and _is_open(one):
+            objects.append(one)
     for one in hinted:
         del one["format"]
-    for one in opened:
+    if not are_whole:
+        objects.clear()
+    for one in objects:
         one["additionalProperties"] = False
-    return bool(hinted or opened)
+    return bool(hinted or objects)
 
 
 def _is_hinted(schema: Mapping[str, Any]) -> bool:
@@ -67,50 +79,48 @@ def _is_hinted(schema: Mapping[str, Any]) -> bool:
 
 
 def _is_combined(schema: Mapping[str, Any]) -> bool:
-    """Whether its object must obey several schemas at once."""
-    found = [key for key in _OF_OBJECTS if key in schema]
+    """Whether an object must obey several schemas at once, of which this is one."""
+    if any(key in schema for key in _ALWAYS_COMBINING):
+        return True
+    if "properties" in schema and "patternProperties" in schema:
+        return True
+    if not any(key in schema for key in _COMBINING):
+        return False
     parts = schema.get("allOf")
-    return (
-        any(key in schema for key in _CONDITIONS)
-        or (len(found) > 1 and any(key in _COMBINING for key in found))
-        or (isinstance(parts, list) and len(parts) > 1)
-    )
+    num = sum(key in schema for key in _OF_OBJECTS)
+    return num > 1 or (isinstance(parts, list) and len(parts) > 1)
 
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
     """Whether it could do without properties that it doesn't name."""
-    properties, required = schema.get("properties"), schema.get("required", ())
+    properties, required = schema["properties"], schema.get("required", ())
     return (
         isinstance(properties, Mapping)
-        and not any(key in schema for key in ("additionalProperties", "patternProperties"))
-        and "minProperties" not in schema
+        and False not in properties.values()
+        and not any(key in schema for key in ("additionalProperties", "minProperties"))
         and isinstance(required, list | tuple)
         and all(isinstance(name, str) and name in properties for name in required)
     )
 
 
-def check_numbers(schema: Any) -> None:
-    """ValueError for one that can't be followed. Integers are ints in it, other numbers Decimals or
-    floats."""
-    for one in _schemas(schema):
-        _check_bounds(one)
-        for number in _numbers_in([one.get(key) for key in ("const", "enum")]):
-            if abs(number) > EXACT and (abs(number) >= _INT64 or int(float(number)) != number):
-                raise ValueError(
-                    f"const, enum: expected integers between -{EXACT} and {EXACT}, as others can't "
-                    f"be followed exactly, got {number!s:.100}"
-                )
-
-
-def _numbers_in(values: list[Any]) -> Iterator[int]:
+def _have_objects(values: list[Any]) -> bool:
+    """Whether there are any among these, at any depth. ValueError for an integer that the library
+    would change."""
+    found = False
     while values:
         one = values.pop()
         if isinstance(one, list):
             values += one
         elif isinstance(one, Mapping):
+            found = True
             values += one.values()
-        elif isinstance(one, int) and not isinstance(one, bool):
-            yield one
+        elif isinstance(one, int) and abs(one) > EXACT:
+            if abs(one) >= _INT64 or int(float(one)) != one:
+                raise ValueError(
+                    f"const, enum: expected integers between -{EXACT} and {EXACT}, as others can't "
+                    f"be followed exactly, got {one!s:.100}"
+                )
+    return found
 
 
 def _check_bounds(schema: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from .json_schema import check_numbers, follow
+from .json_schema import prepare
 
 ANY_TEXT = "/(?s:.*)/"
 
@@ -122,8 +122,7 @@ class _Writer:
             schema = {}
         if not isinstance(schema, Mapping):
             raise ValueError("structural_tag: expected a JSON schema to be an object")
-        check_numbers(schema)
-        follow(schema)
+        prepare(schema)
         return "%json " + json.dumps({**schema, "x-guidance": dict(self._json_options)})
 
     def _literal(self, text: str) -> str:

@@ -18,7 +18,7 @@ import msgspec
 
 from ..errors import InvalidRequestError
 from .json_calls import HERMES_CLOSE, HERMES_OPEN, MISTRAL_ARGS, MISTRAL_MARK
-from .json_schema import check_numbers, follow
+from .json_schema import prepare
 from .reasoning import ReasoningFormat
 
 _SPACES = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
@@ -218,9 +218,8 @@ def _tool(tool: Any, param: str) -> Tool | None:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         _refuse(found, 'the schema of an object ("type": "object")', json.dumps(kind)[:100])
     try:
-        check_numbers(parameters)
         parameters = msgspec.json.decode(msgspec.json.encode(parameters))  # the prompt's stay
-        follow(parameters)
+        prepare(parameters)
     except (ValueError, RecursionError) as error:
         reason = error if isinstance(error, ValueError) else "it is nested too deeply"
         raise InvalidRequestError(

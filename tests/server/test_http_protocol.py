@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -188,13 +189,34 @@ def test_who_sends_a_whole_body_first_reads_why_it_was_refused(closed: Device) -
     closed.wait_idle()
 
 
-def test_what_was_sent_ahead_takes_nothing_from_the_answer(device: Device) -> None:
-    body = json.dumps({"tokens": [5] * 1_000_000}).encode()
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_was_sent_ahead_takes_nothing_from_the_answer(
+    monkeypatch: pytest.MonkeyPatch, device: Device, is_slow: bool
+) -> None:
+    monkeypatch.setattr(device.server.serving.config, "timeout_keep_alive", 0.05)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.05 if is_slow else 2.0)
+    tokenizer = device.server.tokenizer
+    ordinary = set(range(tokenizer.vocab_size)) - set(tokenizer.special_token_ids)
+    token_id = max(ordinary, key=lambda one: len(tokenizer.token_bytes(one)))
+    body = json.dumps({"tokens": [token_id] * 1_000_000}).encode()
     head = b"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     client = device.client("bytes", data=head + body + NEXT)
-    sender = threading.Thread(target=client.socket.sendall, args=(MORE,))
+    is_read = threading.Event()
+
+    def go_on() -> None:
+        with contextlib.suppress(OSError):  # once it has been answered
+            client.socket.sendall(MORE)
+            while not is_read.wait(0.001):
+                client.socket.sendall(MORE[: 1 << 16])
+
+    sender = threading.Thread(target=go_on)
     sender.start()
-    head, _, answer = client.socket.makefile("rb").read().partition(b"\r\n\r\n")
+    received = bytearray()
+    while piece := client.socket.recv(1 << 16):
+        received += piece
+        time.sleep(0.003 * is_slow)
+    head, _, answer = received.partition(b"\r\n\r\n")
+    is_read.set()
     sender.join()
     assert head.startswith(b"HTTP/1.1 200 OK") and b"connection: close" in head
     assert f"content-length: {len(answer)}".encode() in head and len(answer) > 1_000_000

@@ -20,8 +20,11 @@ from server.responses_client import (
 )
 from server.test_responses_resume import LONG, begin, create_long, lose, resume
 
+from streamkv.errors import OverloadedError
 from streamkv.server.responses import turns
 from streamkv.server.responses.answer import SocketAnswer
+from streamkv.server.responses.lane import Lane, Refusal
+from streamkv.server.responses.lanes import Lanes
 from streamkv.server.ws_outlet import LaneOutlet
 
 
@@ -279,3 +282,52 @@ def test_what_waits_in_a_lane_is_cancelled_granted_and_steered_by_its_name(serve
         assert (await socket.finish("a")).id == "resp_free"
 
     converse(server, talk)
+
+
+def test_cancelling_what_waits_to_be_read_on_ends_it_at_once(server: Server) -> None:
+    async def talk(socket: Socket) -> None:
+        with server.client() as client:
+            body = {"input": "hi", "background": True, "request_id": "far", "ignore_eos": True}
+            assert client.post("/v1/responses", json=body).status_code == 200
+            await socket.create("held", stream_id="a", credits=2, request_id="held")
+            await socket.receive_until("response.created", lane="a")
+            resume = {"type": "response.resume", "response_id": "resp_far", "stream_id": "a"}
+            await socket.send(resume)
+            await socket.send({"type": "response.cancel", "response_id": "resp_far"})
+            while client.get("/v1/responses/resp_far").json()["status"] != "cancelled":
+                await asyncio.sleep(0)
+        await socket.send({"type": "response.grant", "stream_id": "a", "credits": 999})
+        assert (await socket.finish("a")).id == "resp_held"
+        assert (await socket.finish("a")).status == "cancelled"
+
+    converse(server, talk)
+
+
+def test_a_lane_between_two_turns_can_refuse() -> None:
+    lane = Lane(None, lambda turn: None)
+    for _ in range(3):
+        lane.refuse(OverloadedError("full", retry_after_s=1))
+    (refusal,) = lane.queue
+    assert isinstance(refusal, Refusal) and refusal.num == 3
+
+
+def test_lanes_are_freed_with_their_connection_whatever_waits_in_them(server: Server) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = _num_alive(Lanes)
+
+        async def talk(socket: Socket) -> None:
+            for name in ("runs", "waits"):
+                await socket.create("one", credits=2, request_id=name, stream_id="a")
+            await socket.receive_until("response.created", lane="a")
+
+        converse(server, talk)
+        server.wait_idle()
+        server.wait_until(lambda: _num_alive(Lanes) <= before)
+    finally:
+        gc.enable()
+
+
+def _num_alive(kind: type) -> int:
+    return sum(type(one) is kind for one in gc.get_objects())

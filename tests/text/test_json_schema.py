@@ -17,7 +17,7 @@ from streamkv.structured import StructuredOutputs
 from streamkv.text.grammar import GrammarCompiler
 from streamkv.text.grammar_source import GrammarError, grammar_source
 from streamkv.text.grammar_tokens import Greedy, Vocabulary, build_tokenizer
-from streamkv.text.json_schema import check_numbers, follow
+from streamkv.text.json_schema import prepare
 from streamkv.text.tool_grammar import read_tools
 
 BYTES = Vocabulary([bytes([i]) for i in range(256)] + [b""], [], [256])
@@ -78,7 +78,7 @@ def test_an_integer_that_is_admitted_is_within_its_bound(
     ],
 )
 def test_bounds_of_machine_integers_and_values_pass(schema: dict[str, Any]) -> None:
-    check_numbers(schema)
+    prepare(schema)
 
 
 WIDE = {"type": "integer", "minimum": 1e308, "maximum": 1.7e308}
@@ -158,12 +158,12 @@ HINTS = {
 
 def test_formats_that_json_schema_does_not_know_restrict_nothing() -> None:
     plain = copy.deepcopy(HINTS)
-    assert follow(plain)
+    assert prepare(plain)
     assert plain["properties"]["path"] == {"type": "string", "maxLength": 9}
     assert plain["properties"]["format"] == HINTS["properties"]["format"]
     assert plain["properties"]["when"]["format"] == "date"
     assert plain["$defs"]["secret"]["anyOf"][0] == {"type": "string"}
-    assert not follow(plain)
+    assert not prepare(plain)
 
 
 @pytest.mark.parametrize("where", ["json", "structural_tag", "tool"])
@@ -215,7 +215,7 @@ def test_an_object_has_no_properties_but_those_that_are_named(
     schema: dict[str, Any], followed: dict[str, Any]
 ) -> None:
     mine = copy.deepcopy(schema)
-    assert follow(mine)
+    assert prepare(mine)
     assert mine == followed
     assert _source("json", schema) == _source("json", followed)
 
@@ -233,12 +233,19 @@ def test_an_object_has_no_properties_but_those_that_are_named(
         {"items": {"allOf": [POINT, {"properties": {"y": {}}}]}, "contains": POINT},
         POINT | {"anyOf": [{"properties": {"y": {}}}, {"properties": {"z": {}}}]},
         POINT | {"$ref": "#/$defs/q", "$defs": {"q": {"properties": {"y": {}}}}},
+        POINT | {"patternProperties": {"^x": {"properties": {"y": {}}}}},
+        POINT | {"properties": {"x": False}, "required": []},
+        POINT | {"const": {"x": 1, "y": 2}},
+        {"enum": [{"p": {"x": 1, "y": 2}}], "properties": {"p": POINT}},
+        {"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}, "required": ["b"]}]},
+        {"oneOf": [{"$ref": "#/$defs/p"}, {"type": "null"}], "$defs": {"p": POINT}},
+        POINT | {"not": {}},
         POINT | {"if": {"properties": {"y": {}}}, "then": {"properties": {"y": {}}}},
     ],
 )
 def test_an_object_stays_open_where_it_says_so_or_others_have_a_say(schema: dict[str, Any]) -> None:
     mine = copy.deepcopy(schema)
-    assert not follow(mine)
+    assert not prepare(mine)
     assert mine == schema
 
 

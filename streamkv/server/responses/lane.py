@@ -110,7 +110,7 @@ class Lane:
 
     def refuse(self, error: OverloadedError) -> None:
         """Answer with an error in the turn of a message that can't wait here."""
-        last = self.queue[-1]
+        last = self.queue[-1] if self.queue else None
         if isinstance(last, Refusal):
             last.num += 1
         else:

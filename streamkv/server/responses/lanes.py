@@ -13,11 +13,12 @@ is `turns`'. Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ...errors import NotFoundError, OverloadedError
+from ...errors import GoneError, NotFoundError, OverloadedError
 from ..ws_outlet import SocketWriter
 from .answer import SocketAnswer
 from .lane import Create, Lane, Refusal, Resume, Turn
@@ -135,6 +136,9 @@ class Lanes:
         """End the response of that id, or else what is served in that lane. NotFoundError."""
         lane, turn = self._find(response_id, stream_id, "response.cancel")
         lane.cancel(turn)
+        if response_id is not None and isinstance(turn.message, Resume):  # it runs, read or not
+            with contextlib.suppress(NotFoundError, GoneError):
+                find_response(self._websocket, response_id).cancel()
 
     def grant(self, response_id: str | None, stream_id: str | None, num: int) -> None:
         """So many more events of it may be written. NotFoundError; InvalidRequestError if it needs
@@ -198,6 +202,7 @@ class Lanes:
                 if answer.ends_with_connection:
                     answer.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._named.clear()
         self._turns.forget()
 
     # --- a lane ------------------------------------------------------------------------------
