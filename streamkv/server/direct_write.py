@@ -95,7 +95,7 @@ class DirectWriter:
                 self._send(self._framed(pieces))
 
     def _send(self, data: bytes) -> None:
-        """Give it to the socket, and to the transport what the socket doesn't take: a tenth of
+        """Give it to the socket, and to the transport what the socket doesn't take: an eighth of
         what a token costs is on the transport's way to the same system call.
 
         The transport has nothing that would be overtaken, and isn't closing: the socket is its own
