@@ -14,7 +14,8 @@ from ..core.scheduler import Scheduler, TokenEvent
 from ..core.sequence import Sequence
 from ..protocol import MaskBoard
 from .entry import Entry
-from .matchers import Matchers, News, Slot
+from .matcher_slot import News, Slot
+from .matchers import Matchers
 
 
 class Bindings:

@@ -50,7 +50,8 @@ from ..protocol import (
 from .bindings import Bindings
 from .entry import Entry
 from .mailbox import Mailbox
-from .matchers import Matchers, Slot
+from .matcher_slot import Slot
+from .matchers import Matchers
 from .requests import NOT_FINITE, Requests
 from .stats import EngineStats, read_stats
 

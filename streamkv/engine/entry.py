@@ -8,7 +8,7 @@ from __future__ import annotations
 from ..core.sequence import Sequence
 from ..protocol import Request
 from .mailbox import Mailbox
-from .matchers import Slot
+from .matcher_slot import Slot
 
 
 class Entry:

@@ -33,7 +33,8 @@ from ..protocol import SamplingParams
 from ..structured import StructuredOutputs
 from ..text.tokenizer import Tokenizer
 from .crew import Crew
-from .matchers import Matchers, Slot
+from .matcher_slot import Slot
+from .matchers import Matchers
 
 if TYPE_CHECKING:
     from ..text.grammar import Grammar, GrammarCompiler

@@ -20,29 +20,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, TypeAlias
 
 from . import threads
+from .matcher_slot import TURN_S, Account, News, Slot, Work
 
-if TYPE_CHECKING:
-    from .matchers import News, Slot
-
-Work: TypeAlias = "tuple[Slot, int | None]"  # a token, or None: the slot is given back
-
-TURN_S = 0.003  # of CPU time; who takes more in the quick lane goes on in the slow one
 POST_S = 0.001  # of CPU time: news are kept for so long, that there be fewer wake-ups
-
-
-class Account:
-    """What the slots of one request share. The thread's of the lane that it is in."""
-
-    __slots__ = ("cost_s", "ended_s", "is_slow", "work")
-
-    def __init__(self, *, is_slow: bool = False) -> None:
-        self.is_slow = is_slow  # not to be served in the quick lane
-        self.cost_s = 0.0  # of its last turn
-        self.ended_s = 0.0  # on the lane's clock, that turn
-        self.work: deque[Work] = deque()
 
 
 class Lane:

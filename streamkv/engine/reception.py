@@ -31,7 +31,7 @@ from .encoding import Encoder
 from .engine_loop import EngineLoop
 from .grammars import GrammarCompilations
 from .mailbox import Mailbox
-from .matchers import Slot
+from .matcher_slot import Slot
 from .stream import Admission, TokenStream
 
 FEW_CHARS = 512  # of bad words: more are tokenized in a thread

@@ -20,7 +20,7 @@ from ..protocol import FinishReason, Request
 from .bindings import Bindings
 from .entry import Entry
 from .mailbox import Mailbox
-from .matchers import Slot
+from .matcher_slot import Slot
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ..errors import one_line
 # A token takes some 50 us. What needs more than these ends with an error. They bound the work of a
 # token, and not its time by much: an object with 300 optional properties needs 5,000 items in 1 ms,
 # a grammar of which texts have many readings 10 to 60 ms for as many. So whoever follows an answer
-# measures its time besides (engine/matchers.py).
+# measures its time besides (engine/matcher_slot.py).
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from engine.support import run, until
 
-from streamkv.engine.matcher_lane import POST_S, TURN_S, Account, Lane
+from streamkv.engine.matcher_lane import POST_S, Lane
+from streamkv.engine.matcher_slot import TURN_S, Account
 
 
 class Slot:

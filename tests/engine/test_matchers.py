@@ -13,16 +13,15 @@ from engine.support import run, until
 from fakes import FakeMaskBoard
 
 from streamkv.engine import threads
-from streamkv.engine.matcher_lane import TURN_S
-from streamkv.engine.matchers import (
+from streamkv.engine.matcher_slot import (
     ALLOWED_S,
     ALLOWED_TOKEN_S,
     MAX_CHARGED_S,
-    SLOW_SHARE,
-    Matchers,
+    TURN_S,
     News,
     Slot,
 )
+from streamkv.engine.matchers import SLOW_SHARE, Matchers
 
 VOCAB_SIZE = 70
 POSITION = 5  # of the first token

@@ -90,13 +90,8 @@ class MessageWriting:
         item = self.item(status)
         (part,) = item.content
         place = {"item_id": item.id, "output_index": self.index}
-        event = self._numbers.event
-        events = [
-            event(OutputTextDone, text=part.text, logprobs=part.logprobs, **place),
-            event(ContentPartDone, part=part, **place),
-            event(OutputItemDone, output_index=self.index, item=item),
-        ]
-        return Closed(item, events)
+        done = self._numbers.event(OutputTextDone, text=part.text, logprobs=part.logprobs, **place)
+        return Closed(item, [done, *_close(self._numbers, self.index, item, part)])
 
 
 class ReasoningWriting:
@@ -122,13 +117,8 @@ class ReasoningWriting:
         item = self.item(status)
         (part,) = item.content
         place = {"item_id": item.id, "output_index": self.index}
-        event = self._numbers.event
-        events = [
-            event(ReasoningTextDone, text=part.text, **place),
-            event(ContentPartDone, part=part, **place),
-            event(OutputItemDone, output_index=self.index, item=item),
-        ]
-        return Closed(item, events)
+        done = self._numbers.event(ReasoningTextDone, text=part.text, **place)
+        return Closed(item, [done, *_close(self._numbers, self.index, item, part)])
 
 
 class CallWriting:
@@ -163,6 +153,15 @@ class CallWriting:
 
 
 ItemWriting = MessageWriting | ReasoningWriting | CallWriting
+
+
+def _close(
+    numbers: Numbers, index: int, item: OutputItem, part: OutputText | ReasoningText
+) -> list[Event]:
+    return [
+        numbers.event(ContentPartDone, item_id=item.id, output_index=index, part=part),
+        numbers.event(OutputItemDone, output_index=index, item=item),
+    ]
 
 
 def _open(
