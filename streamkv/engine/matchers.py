@@ -1,10 +1,10 @@
 """Matchers: follow the answers that a grammar binds, in threads, and fill the masks of their rows.
 
-Owns the numbers of the slots of the MaskBoard, and who is told what. It must not know the scheduler,
-text or where tokens come from. The event loop adds answers, pushes their tokens and gives back their
-slots; a thread consumes, publishes, and posts what the loop must know: which tokens are forced,
-which answers have ended or failed, and masks of answers that are waited for. It posts once for the
-tokens of many, and nothing where there is nothing to say.
+Owns the numbers of the slots of the MaskBoard, and who is told what. It must not know the
+scheduler, text or where tokens come from. The event loop adds answers, pushes their tokens and
+gives back their slots; a thread consumes, publishes, and posts what the loop must know: which
+tokens are forced, which answers have ended or failed, and masks of answers that are waited for. It
+posts once for the tokens of many, and nothing where there is nothing to say.
 
 Invariants: a mask is written only after the token before it came. Whatever a grammar does ends its
 own answer, with the reason, and nobody waits for its masks any more. A request whose answers
