@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from server.harness import MAX_MODEL_LEN, Server, fake_runner, serve
+from server.harness import DEADLINE_S, MAX_MODEL_LEN, Server, fake_runner, serve
 from server.responses_client import ENDS, Socket, answer_text, connected, converse
 from server.test_responses_official import CALL, TOOL, saying
 from server.test_responses_resume import resume
@@ -127,9 +127,11 @@ def test_credits_granted_while_a_successor_is_made_are_its_own(
             await socket.finish("b")
             num = 1 + 5 * (server.engine.stats().generation_tokens_total > 1)
             await socket.send({"type": "response.grant", "credits": num})
-            while not begun.is_set():
+            event = created
+            while event.type not in ENDS:
                 await socket.send({"type": "response.grant", "credits": 1})
-                await socket.receive()
+                event = await socket.receive()
+            await asyncio.to_thread(begun.wait, DEADLINE_S)
             await socket.send({"type": "response.grant", "credits": 1000})
             await socket.create("other", stream_id="b", max_output_tokens=1)
             await socket.finish("b")
@@ -137,7 +139,10 @@ def test_credits_granted_while_a_successor_is_made_are_its_own(
             while (await socket.finish()).previous_response_id != created.response.id:
                 pass
 
-        converse(server, talk)
+        try:
+            converse(server, talk)
+        finally:
+            allowed.set()
 
 
 def test_a_successor_of_a_conversation_that_may_be_cut_is_cut(server: Server) -> None:
